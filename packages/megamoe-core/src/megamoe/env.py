@@ -1,0 +1,85 @@
+"""Every environment variable megamoe reads. Nothing else in the project touches ``os.environ`` for its own settings."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamoe.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable: its name, what it does and what holds when it is not set."""
+
+    name: str
+    meaning: str
+    default: str
+
+    def read(self) -> str | None:
+        """The value as set by the user, stripped; ``None`` when unset or blank."""
+        return os.environ.get(self.name, "").strip() or None
+
+
+BACKEND = Variable("MEGAMOE_BACKEND", "name of the backend to use; an explicit argument wins", "chosen from the device")
+DISABLE = Variable("MEGAMOE_DISABLE", "comma-separated backend names that discovery marks as disabled", "none")
+ARCH = Variable(
+    "MEGAMOE_ARCH", "architecture that `compile` and `explain` assume, for example sm_90a", "the visible device, else the backend's own"
+)
+CACHE_DIR = Variable("MEGAMOE_CACHE_DIR", "folder of the compile and knob caches", "~/.cache/megamoe")
+TIMEOUT = Variable("MEGAMOE_TIMEOUT", "seconds that a wait inside a kernel may last", "30")
+LOG = Variable("MEGAMOE_LOG", "log level on stderr: debug, info, warning, error", "warning")
+
+VARIABLES = (BACKEND, DISABLE, ARCH, CACHE_DIR, TIMEOUT, LOG)
+
+
+def requested_backend() -> str | None:
+    """Backend named by ``MEGAMOE_BACKEND``, or ``None``."""
+    return BACKEND.read()
+
+
+def disabled_backends() -> frozenset[str]:
+    """Names listed in ``MEGAMOE_DISABLE``."""
+    return frozenset(name.strip() for name in (DISABLE.read() or "").split(",") if name.strip())
+
+
+def compile_arch() -> str | None:
+    """Architecture named by ``MEGAMOE_ARCH``, or ``None``."""
+    return ARCH.read()
+
+
+def cache_dir() -> Path:
+    """Folder for caches (created by whoever writes into it)."""
+    value = CACHE_DIR.read()
+    return Path(value).expanduser() if value else Path.home() / ".cache" / "megamoe"
+
+
+def timeout_seconds() -> float:
+    """Deadline of waits inside kernels, in seconds.
+
+    Raises:
+        InvalidInput: the value is not a number above 0.
+    """
+    text = TIMEOUT.read() or TIMEOUT.default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise InvalidInput(
+            f"{TIMEOUT.name}={text!r} is not a deadline; allowed: a number of seconds above 0.", hint=f"unset {TIMEOUT.name}"
+        )
+    return seconds
+
+
+def log_level() -> str:
+    """Log level name in upper case.
+
+    Raises:
+        InvalidInput: the value is none of debug, info, warning, error.
+    """
+    level = (LOG.read() or LOG.default).lower()
+    if level not in ("debug", "info", "warning", "error"):
+        raise InvalidInput(f"{LOG.name}={level!r} is not a log level; allowed: debug, info, warning, error.", hint=f"unset {LOG.name}")
+    return level.upper()
