@@ -191,7 +191,8 @@ class MoEProblem:
         foreign = sorted(held - set(range(self.experts)))
         if missing or foreign:
             raise InvalidInput(
-                f"placement misses experts {missing[:8]} and names unknown ones {foreign[:8]}; allowed: each of 0..{self.experts - 1}, at least once.",
+                f"placement misses experts {missing[:8]} and names unknown ones {foreign[:8]}; "
+                f"allowed: each of 0..{self.experts - 1}, at least once.",
                 hint="pass Placement.even(experts, ranks)",
             )
 
