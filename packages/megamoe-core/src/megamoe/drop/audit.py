@@ -1,0 +1,187 @@
+"""Check what ``shim/`` relies on against the kernel drop, without importing either."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamoe.drop import contract as contracts
+from megamoe.drop import manifest as manifests
+from megamoe.drop.contract import Constant, Contract, Signature
+from megamoe.drop.faults import Fault
+from megamoe.drop.locate import find_package
+from megamoe.drop.manifest import TREE, Manifest
+from megamoe.drop.module import Module, Unreadable, parse
+from megamoe.drop.parameters import differences, parameters, render
+from megamoe.drop.source import collect
+from megamoe.drop.symbols import Index, NotConstant, Symbol
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The result of :func:`audit`.
+
+    Attributes:
+        package: the package whose contract was checked.
+        tree: the folder that holds the kernels it was checked against.
+        checks: number of things checked.
+        problems: every mismatch; empty when the drop keeps the contract.
+    """
+
+    package: Path
+    tree: Path
+    checks: int
+    problems: tuple[Fault, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the drop keeps the contract."""
+        return not self.problems
+
+
+def audit(wheel: str | Path, source: str | Path | None = None) -> Audit:
+    """Check ``shim/contract.toml``, and that every import by ``shim/`` from the drop is in it.
+
+    Args:
+        wheel: see ``locate.find_package``.
+        source: check against this source tree instead of the installed drop: what would break if it were taken in.
+
+    Raises:
+        DropError: no such wheel, no drop in it, or the contract is not valid.
+    """
+    package = find_package(wheel)
+    manifest = manifests.require(package)
+    stated = contracts.read(package)
+    if source is None:
+        tree, namespace = package / TREE, manifest.namespace
+        files = {name: path.read_bytes() for name, path in manifests.tree_files(package).items()}
+    else:
+        tree, namespace = Path(source), ""
+        files = collect(tree, manifest.packages, manifest.exclude)
+    auditor = _Auditor(package, tree, Index(files, namespace), files)
+    contract = stated or Contract()
+    problems = [*auditor.contract(contract), *auditor.shim(contract, manifest)]
+    if stated is None and manifest.packages:
+        problems.append(Fault(str(package / contracts.FOLDER / contracts.NAME), 1, "no such file; it states what shim/ relies on"))
+    return Audit(package, tree, len(contract) + auditor.imports, tuple(sorted(problems)))
+
+
+class _Auditor:
+    def __init__(self, package: Path, tree: Path, index: Index, files: dict[str, bytes]) -> None:
+        self._package, self._tree, self._index, self._files = package, tree, index, files
+        self._contract = str(package / contracts.FOLDER / contracts.NAME)
+        self.imports = 0
+
+    def contract(self, contract: Contract) -> Iterator[Fault]:
+        for module, name in contract.symbols:
+            if self._find(module, name) is None:
+                yield self._missing(module, name)
+        for signature in contract.signatures:
+            yield from self._signature(signature)
+        for constant in contract.constants:
+            yield from self._constant(constant)
+
+    def shim(self, contract: Contract, manifest: Manifest) -> Iterator[Fault]:
+        """Imports by ``shim/`` from the drop: each must exist and be stated in the contract."""
+        for path in sorted((self._package / contracts.FOLDER).rglob("*.py")):
+            try:
+                module = parse(path.read_bytes(), path.relative_to(self._package).as_posix(), str(path))
+            except Unreadable as error:
+                yield error.fault
+                continue
+            for node in ast.walk(module.tree):
+                if isinstance(node, ast.ImportFrom) and (home := _inside(module, node, manifest.namespace)) is not None:
+                    yield from self._shim_import(contract, node, home, str(path))
+
+    def _shim_import(self, contract: Contract, node: ast.ImportFrom, home: str, shown: str) -> Iterator[Fault]:
+        for alias in node.names:
+            self.imports += 1
+            inner = f"{home}.{alias.name}".lstrip(".")
+            if self._index.module(inner) is not None:
+                continue  # a module; what is used of it is for the contract to say
+            if not home or self._index.module(home) is None:
+                yield Fault(shown, node.lineno, f"imports from {home or TREE}, which the drop does not have", inner, "no such module")
+            elif self._find(home, alias.name) is None:
+                yield self._missing(home, alias.name, shown, node.lineno)
+            elif (home, alias.name) not in contract.names:
+                yield Fault(shown, node.lineno, f"imports {inner}, which {contracts.NAME} does not state", f"an entry for {inner}", "none")
+
+    def _signature(self, stated: Signature) -> Iterator[Fault]:
+        symbol = self._find(stated.module, stated.name)
+        if symbol is None:
+            yield self._missing(stated.module, stated.name)
+            return
+        arguments = self._index.signature(symbol)
+        if arguments is None:
+            yield self._fault(symbol, f"{stated.name} has no signature of its own", render(list(stated.parameters)), symbol.kind)
+            return
+        for text, expected, found, line in differences(list(stated.parameters), parameters(arguments)):
+            yield self._fault(symbol, f"{stated.name}: {text}", expected, found, line)
+
+    def _constant(self, stated: Constant) -> Iterator[Fault]:
+        symbol = self._find(stated.module, stated.name)
+        if symbol is None:
+            yield self._missing(stated.module, stated.name)
+        else:
+            found = _value(self._index, symbol)
+            if not _equal(stated.value, found):
+                yield self._fault(symbol, f"constant {stated.name} has another value", repr(stated.value), _show(found))
+        if stated.mirror:
+            yield from self._mirror(stated)
+
+    def _mirror(self, stated: Constant) -> Iterator[Fault]:
+        file, _, name = stated.mirror.partition(":")
+        path = self._package / file
+        if not path.is_file():
+            yield Fault(self._contract, 1, f"mirror {stated.mirror} of {stated.name}: no such file", str(path), "nothing")
+            return
+        index = Index({file: path.read_bytes()})
+        symbol = index.find(file.removesuffix(".py").replace("/", "."), name)
+        found = _value(index, symbol) if symbol else None
+        if not _equal(stated.value, found):
+            text = f"{name}, our copy of {stated.module}.{stated.name}, has another value"
+            yield Fault(str(path), symbol.line if symbol else 1, text, repr(stated.value), _show(found) if symbol else "no such constant")
+
+    def _find(self, module: str, name: str) -> Symbol | None:
+        return self._index.find(module, name)
+
+    def _missing(self, module: str, name: str, file: str = "", line: int = 1) -> Fault:
+        home = self._index.module(module)
+        if home is None:
+            return Fault(file or self._contract, line, f"module {module} is not in the drop", f"{module}.{name}", "no such module")
+        return Fault(file or str(self._tree / home.path), line, f"{name} is not in {module}", name, "no such symbol")
+
+    def _fault(self, symbol: Symbol, text: str, expected: str, found: str, line: int = 0) -> Fault:
+        return Fault(str(self._tree / symbol.module.path), line or symbol.line, text, expected, found)
+
+
+class _Unknown:
+    """The value of a constant that cannot be read without running code."""
+
+
+def _value(index: Index, symbol: Symbol) -> object:
+    try:
+        return index.value(symbol)
+    except NotConstant:
+        return _Unknown()
+
+
+def _equal(stated: object, found: object) -> bool:
+    return isinstance(stated, bool) == isinstance(found, bool) and stated == found
+
+
+def _show(found: object) -> str:
+    return "an expression that only running it can tell" if isinstance(found, _Unknown) else repr(found)
+
+
+def _inside(module: Module, node: ast.ImportFrom, namespace: str) -> str | None:
+    """The module that a shim's import names, relative to the drop; ``""`` is the drop's root, ``None`` is outside of it."""
+    dotted = node.module or ""
+    if node.level:
+        base = module.package[: len(module.package) - node.level + 1]
+        dotted = ".".join([namespace.removesuffix(f".{TREE}"), *base, *([dotted] if dotted else [])])
+    if not f"{dotted}.".startswith(f"{namespace}."):
+        return None
+    return dotted[len(namespace) + 1 :]

@@ -1,0 +1,72 @@
+"""Give a drop back: the verbatim tree, as it was taken in."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamoe.drop import manifest as manifests
+from megamoe.drop.faults import DropRefused, Fault
+from megamoe.drop.locate import find_package
+from megamoe.drop.verify import INIT, originals
+from megamoe.errors import DropError
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The result of :func:`export`.
+
+    Attributes:
+        package: the package whose drop was written out.
+        target: the folder it was written to.
+        files: paths written, relative to it.
+    """
+
+    package: Path
+    target: Path
+    files: tuple[str, ...]
+
+
+def original_files(package: Path) -> dict[str, bytes]:
+    """The drop's files as upstream has them (a first-party drop: as they are), by path relative to the source root.
+
+    Raises:
+        DropRefused: the installed drop is not the recorded one, so its original cannot be recomputed.
+    """
+    manifest = manifests.require(package)
+    if manifest.first_party:
+        return {name: path.read_bytes() for name, path in manifests.tree_files(package).items() if name != INIT}
+    files, faults = originals(package, manifest)
+    if faults:
+        raise DropRefused(f"The drop in {package} is not the recorded one.", faults, hint="take it in again with `megamoe drop update`")
+    return files
+
+
+def export(wheel: str | Path, target: str | Path) -> Export:
+    """Write the verbatim tree to ``target``, which must not exist yet or be empty.
+
+    Raises:
+        DropRefused: the drop was edited, or the target holds files.
+        DropError: writing failed; nothing is left behind.
+    """
+    package, target = find_package(wheel), Path(target)
+    files = original_files(package)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DropRefused("The target is in use.", [Fault(str(target), 1, "exists and is not an empty folder")], hint="name a new folder")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        stage = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            tree = stage / "tree"
+            tree.mkdir()
+            for name, data in files.items():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                (tree / name).write_bytes(data)
+            tree.rename(target)  # replaces an empty folder
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+    except OSError as error:
+        raise DropError(f"writing to {target} failed ({error}).", hint="check space and permissions") from error
+    return Export(package, target, tuple(files))
