@@ -1,0 +1,238 @@
+"""Every check of the project, one session each. ``nox`` alone runs all that a machine without a GPU can; ``nox -l`` lists them.
+
+Wheels are built once, by ``build``, into ``dist/``; every session that tests one installs it from there into a fresh environment and
+runs its tests from a temporary folder, so that nothing can come from the source tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent.resolve()
+DIST = ROOT / "dist"
+ARCHS = ("sm90", "sm100", "sm120")
+PACKAGES = tuple(f"megamoe-{part}" for part in ("core", *ARCHS))
+SOURCES = tuple(str(ROOT / "packages" / name / "src") for name in PACKAGES)
+CAPABILITIES = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3)), "sm120": ((12, 0), (12, 1))}
+VERSION = re.search(r'^__version__ = "(.+)"', Path(SOURCES[0], "megamoe", "__init__.py").read_text(), re.MULTILINE).group(1)
+
+CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
+PYTEST = ("pytest>=9,<10", "pytest-timeout>=2.4", "pytest-xdist>=3.8")
+RUFF = "ruff==0.17.6"  # pinned: its rules and its formatting change between releases
+MYPY = "mypy==2.4.1"
+
+# Threads of several test processes would fight over two cores.
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+nox.needs_version = ">=2025.2.9"
+nox.options.error_on_external_run = True
+nox.options.sessions = (
+    *("lint", "types", "build", "inspect", "minimal", "upgrade", "coexist", "wheel_tests", "tests", "compile"),
+    *(f"gpu-{arch}" for arch in ARCHS),
+    "multigpu",
+)
+
+
+def _dist(session: nox.Session, name: str, pattern: str = "-py3-none-any.whl") -> str:
+    """Path of a built distribution."""
+    path = DIST / f"{name.replace('-', '_')}-{VERSION}{pattern}"
+    if not path.exists():
+        session.error(f"{path.relative_to(ROOT)} is not there: run `nox -s build` first")
+    return str(path)
+
+
+def _pytest(session: nox.Session, *arguments: str, environment: str = "") -> None:
+    """Run tests of the checkout against what is installed, from a folder that holds no source."""
+    session.chdir(session.create_tmp())
+    chosen = ("--environment", environment) if environment else ()
+    config = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider")
+    session.run("python", "-m", "pytest", *config, *chosen, *arguments, *session.posargs, env=THREADS)
+
+
+def _install_arch(session: nox.Session, arch: str) -> None:
+    """Core and one arch wheel as a user gets them: through core's extra."""
+    session.install(*CONSTRAINTS, *PYTEST, f"{_dist(session, 'megamoe-core')}[{arch}]", "--find-links", str(DIST))
+
+
+def _tests(*folders: str) -> list[str]:
+    return [str(ROOT / "tests" / folder) for folder in folders]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, layers, package metadata, and the kernel drops: verbatim, and all that the shims rely on still there."""
+    session.install(RUFF, "import-linter>=2.16", "validate-pyproject[all]>=0.24", "packaging>=24", "numpy>=1.26", "rich>=13.7")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("validate-pyproject", *(f"packages/{name}/pyproject.toml" for name in PACKAGES), silent=True)
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
+    session.install(*PYTEST)
+    session.run("python", "-m", "pytest", "tests/packaging/test_metadata.py", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy --strict on everything but kernel code, which the DSL types in its own way."""
+    session.install(*CONSTRAINTS, MYPY, "torch", "importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.7")
+    packages = [part for folder in SOURCES for path in Path(folder).iterdir() if path.is_dir() for part in ("-p", path.name)]
+    session.run("mypy", *packages, env={"MYPYPATH": os.pathsep.join(SOURCES)})
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Each sdist from the checkout, and each wheel from its sdist, into dist/."""
+    session.install("build>=1.2", "hatchling>=1.27")
+    shutil.rmtree(DIST, ignore_errors=True)
+    for name in PACKAGES:
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{name}", silent=True)
+    for path in sorted(DIST.iterdir()):
+        session.log(f"{path.name}  {path.stat().st_size:,} bytes")
+
+
+@nox.session(requires=["build"])
+def inspect(session: nox.Session) -> None:
+    """What is inside dist/: metadata that an index accepts, tidy wheels, licence texts, and the same bytes when built again."""
+    session.install("twine>=6", "check-wheel-contents>=0.6", "build>=1.2", "hatchling>=1.27", *PYTEST)
+    wheels = [_dist(session, name) for name in PACKAGES]
+    sdists = [_dist(session, name, ".tar.gz") for name in PACKAGES]
+    session.run("twine", "check", "--strict", *wheels, *sdists)
+    session.run("check-wheel-contents", *wheels)
+    session.run("python", "-m", "pytest", "tests/packaging/test_dist.py", "--environment", "inspect")
+    again = Path(session.create_tmp()) / "again"
+    shutil.rmtree(again, ignore_errors=True)
+    for name in PACKAGES:
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(again), f"packages/{name}", silent=True)
+    for first in (*wheels, *sdists):
+        second = again / Path(first).name
+        digests = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in (first, second)]
+        if digests[0] != digests[1]:
+            session.error(f"{second.name} is not reproducible: {digests[0]} and {digests[1]}")
+        session.log(f"{second.name}  sha256 {digests[0]}, twice")
+
+
+@nox.session(requires=["build"])
+def minimal(session: nox.Session) -> None:
+    """Core alone: it works, and says which wheel is missing and how to get it."""
+    session.install(*CONSTRAINTS, *PYTEST, _dist(session, "megamoe-core"))
+    _pytest(session, *_tests("packaging"), environment="minimal")
+
+
+@nox.session(requires=["build"])
+def upgrade(session: nox.Session) -> None:
+    """Core went ahead, an arch wheel stayed behind: a record that says so, not a crash."""
+    newer = Path(session.create_tmp()) / "newer"
+    shutil.rmtree(newer, ignore_errors=True)
+    shutil.copytree(ROOT / "packages" / "megamoe-core", newer)
+    stamp = newer / "src" / "megamoe" / "__init__.py"
+    stamp.write_text(stamp.read_text().replace(f'__version__ = "{VERSION}"', '__version__ = "99.0.0"'))
+    session.install("build>=1.2", "hatchling>=1.27", *PYTEST, "importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.7")
+    session.run("python", "-m", "build", "--no-isolation", "--wheel", "--outdir", str(newer), str(newer), silent=True)
+    # Without dependencies: that is how such a mixture comes about, and describing a backend needs none of the heavy ones.
+    session.install("--no-deps", *map(str, newer.glob("*.whl")), _dist(session, "megamoe-sm90"))
+    _pytest(session, *_tests("packaging"), environment="upgrade")
+
+
+@nox.session(requires=["build"])
+def coexist(session: nox.Session) -> None:
+    """All four wheels in one environment, imported into one process."""
+    session.install(*CONSTRAINTS, *PYTEST, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
+    _pytest(session, *_tests("packaging"), environment="coexist")
+    session.run("megamoe", "backends")
+
+
+@nox.session(requires=["build"])
+@nox.parametrize("arch", ARCHS)
+def wheel_tests(session: nox.Session, arch: str) -> None:
+    """One arch wheel, brought by core's extra, in a fresh environment: its packaging and its tests that need no GPU."""
+    _install_arch(session, arch)
+    compiles = f"--ignore-glob={ROOT}/tests/{arch}/test_compile*"
+    _pytest(session, *_tests("packaging", *_existing(arch)), compiles, "--wheel", arch, environment="wheel")
+
+
+@nox.session(requires=["build"])
+def tests(session: nox.Session) -> None:
+    """Core and several ranks on the CPU, with all four wheels installed from dist/."""
+    extras = ("hypothesis>=6.120", "transformers>=5.0")
+    session.install(*CONSTRAINTS, *PYTEST, *extras, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
+    _pytest(session, *_tests("core", *_existing("ranks")), "-n", "2", "--dist", "loadfile")
+
+
+@nox.session(requires=["build"])
+@nox.parametrize("arch", ARCHS)
+def compile(session: nox.Session, arch: str) -> None:
+    """Every kernel variant of an arch wheel, compiled for its architecture; needs no GPU."""
+    files = sorted(map(str, (ROOT / "tests" / arch).glob("test_compile*.py")))
+    if not files:
+        session.skip(f"megamoe-{arch} holds no kernel yet")
+    _install_arch(session, arch)
+    _pytest(session, *files, "-n", "2")
+
+
+def _gpus() -> list[dict[str, object]] | str:
+    """GPUs of this machine as megamoe itself sees them (its query needs the standard library alone), or why there are none."""
+    code = "import json; from dataclasses import asdict; from megamoe.nvml import gpus; print(json.dumps(asdict(gpus())))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SOURCES[0]}, capture_output=True, text=True, check=True
+    )
+    found = json.loads(run.stdout)
+    return found["problem"] or found["devices"]
+
+
+def _gpu_session(arch: str) -> None:
+    @nox.session(name=f"gpu-{arch}")
+    def on_gpu(session: nox.Session) -> None:
+        found = _gpus()
+        if isinstance(found, str):
+            session.skip(f"needs an {arch} GPU: {found}")
+        if not any(tuple(device["capability"]) in CAPABILITIES[arch] for device in found):
+            session.skip(f"needs an {arch} GPU, found {', '.join(str(device['name']) for device in found)}")
+        _install_arch(session, arch)
+        _pytest(session, *_tests(*_existing(arch)), environment="gpu")
+        session.run("megamoe", "check", "--backend", arch)
+
+    on_gpu.__doc__ = f"The {arch} wheel of dist/ on a GPU of that architecture; fails when no GPU test ran."
+
+
+for _arch in ARCHS:
+    _gpu_session(_arch)
+
+
+@nox.session
+def multigpu(session: nox.Session) -> None:
+    """Several ranks over several GPUs, with the wheels that fit them."""
+    found = _gpus()
+    if isinstance(found, str):
+        session.skip(f"needs two GPUs: {found}")
+    if len(found) < 2:
+        session.skip(f"needs two GPUs, found one {found[0]['name']}")
+    session.install(*CONSTRAINTS, *PYTEST, f"{_dist(session, 'megamoe-core')}[all,cu13]", "--find-links", str(DIST))
+    _pytest(session, *_tests(*_existing("ranks", *ARCHS)), "-m", "ranks", environment="gpu")
+    session.run("megamoe", "check", "--ranks", str(len(found)))
+
+
+@nox.session(venv_backend="none")
+def bump(session: nox.Session) -> None:
+    """Write one version into every wheel and every pin between them: ``nox -s bump -- 0.2.0``."""
+    if len(session.posargs) != 1 or not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", session.posargs[0]):
+        session.error("say which version: nox -s bump -- 0.2.0")
+    new = session.posargs[0]
+    for name in PACKAGES:
+        package = ROOT / "packages" / name
+        project = package / "pyproject.toml"
+        project.write_text(re.sub(r"(megamoe-(?:core|sm\d+)(?:\[\w+\])?==)[^\"]+", rf"\g<1>{new}", project.read_text()))
+        for stamp in package.glob("src/*/__init__.py"):
+            stamp.write_text(re.sub(r'^__version__ = ".+"', f'__version__ = "{new}"', stamp.read_text(), flags=re.MULTILINE))
+    session.log(f"{VERSION} -> {new}; add the release to CHANGELOG.md")
+
+
+def _existing(*folders: str) -> list[str]:
+    return [folder for folder in folders if (ROOT / "tests" / folder).is_dir()]

@@ -1,0 +1,81 @@
+"""Which tests can run here. A test that cannot is skipped with its reason, taken from megamoe's own query of the GPUs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megamoe import nvml
+
+ARCHS = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3)), "sm120": ((12, 0), (12, 1))}
+GPU_MARKS = ("gpu", *ARCHS, "emulated")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("megamoe")
+    group.addoption("--environment", default="", help="the environment that a nox session has made, for tests about it")
+    group.addoption("--wheel", default="", help="the arch wheel that the environment holds, for example sm90")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        reason = why_not(item, config.getoption("--environment"))
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def why_not(item, environment):
+    """Why a test cannot run here; "" when it can."""
+    wanted = item.get_closest_marker("environment")
+    if wanted and wanted.args[0] != environment:
+        return f"needs the environment that `nox -s {wanted.args[1] if len(wanted.args) > 1 else wanted.args[0]}` makes"
+    if not needs_gpu(item):
+        return ""
+    visible = nvml.gpus()
+    if visible.problem:
+        return f"needs a GPU: {visible.problem}"
+    have = [device.capability for device in visible.devices]
+    for arch in (mark for mark in ("sm90", "sm100", "sm120") if item.get_closest_marker(mark)):
+        if not set(have) & set(ARCHS[arch]):
+            return f"needs an {arch} GPU, found {names(visible)}"
+    if item.get_closest_marker("emulated") and (9, 0) not in have:
+        return f"emulates Blackwell code on a Hopper GPU, found {names(visible)}"
+    ranks = item.get_closest_marker("ranks")
+    if ranks and ranks.args[0] > len(have) and not shared_gpu():
+        return f"needs {ranks.args[0]} GPUs, or one shared through MPS (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE), found {names(visible)}"
+    return ""
+
+
+def needs_gpu(item):
+    return any(item.get_closest_marker(mark) for mark in GPU_MARKS)
+
+
+def shared_gpu():
+    return bool(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
+
+
+def names(visible):
+    return ", ".join(f"{device.name} ({device.capability[0]}.{device.capability[1]})" for device in visible.devices)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    """A GPU runner that ran no GPU test has proved nothing."""
+    config = session.config
+    if config.getoption("--environment") != "gpu" or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return
+    if not config.stash.get(GPU_TESTS, 0):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        config.get_terminal_writer().line("\nno GPU test ran, although this is a GPU runner", red=True)
+
+
+GPU_TESTS = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    result = yield
+    if needs_gpu(item):
+        item.config.stash[GPU_TESTS] = item.config.stash.get(GPU_TESTS, 0) + 1
+    return result
