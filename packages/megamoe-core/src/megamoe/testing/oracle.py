@@ -1,0 +1,237 @@
+"""The judge: the expert layer in float64 numpy, with formulas of its own.
+
+Imports neither the reference backend nor ``megamoe.formats`` nor any wheel, and loads no torch by itself. It takes the operands actually
+used (bf16, or quantized data with their scales) and recomputes
+
+    FC1 -> + b13 -> clamp, gated activation -> * routing weight (early) -> re-quantize -> FC2 -> + b2 -> * routing weight (late) -> sum
+
+in float64 except for quantization, which rounds to float32 first, as kernels hold the value. Where an operand comes as bf16 and the format
+is quantized, the oracle quantizes it itself, so that an error in a backend's own quantization shows.
+
+    result = oracle.compute(problem, weights, x, topk_ids, topk_weights)
+    assert oracle.judge(out, result, format=problem.format).ok
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megamoe.testing.oracle_numbers import (
+    FACTS,
+    Array,
+    Codes,
+    Floats,
+    decode,
+    dequantize,
+    quantize_activations,
+    quantize_weight,
+    unpack_nibbles,
+)
+
+if TYPE_CHECKING:
+    from megamoe.problem import MoEProblem
+    from megamoe.weights import ExpertWeights
+
+_BF16_OVERFLOW = (2 - 2.0**-8) * 2.0**127
+"""The smallest magnitude that bf16 rounds to infinity."""
+
+_TINY = 2.0**-126
+"""Absolute part of the bound: the smallest normal float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OracleResult:
+    """What the layer should give.
+
+    Attributes:
+        value: (tokens, hidden) float64.
+        bound: (tokens, hidden) float64, how far a correct kernel's element may be off: 2^-7 times the sum of the magnitudes of all products
+            that FC2 and the final sum add up, plus 2^-126. It covers bf16 rounding, float32 summation in any order, and a value between
+            FC1 and FC2 that a kernel's float32 rounded to the neighbouring code.
+    """
+
+    value: Floats
+    bound: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The comparison of an output with the oracle's.
+
+    Attributes:
+        ok: within both tolerances.
+        rel_l2: norm of the difference over the norm of the oracle's result, where that is finite; infinite when only the result is 0.
+        worst: largest difference as a multiple of the element's bound; at most 1 when fine.
+        text: one sentence for a person, with the place of the worst element.
+    """
+
+    ok: bool
+    rel_l2: float
+    worst: float
+    text: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def compute(problem: MoEProblem, weights: ExpertWeights, x: Any, topk_ids: Any, topk_weights: Any, x_scale: Any = None) -> OracleResult:
+    """Recompute the layer for one rank's tokens. How experts are spread over ranks does not matter to the result.
+
+    Tensors are torch tensors on any device, or numpy arrays: floating ones hold values, uint8 ones hold codes, uint16 ones bf16 bits.
+
+    Args:
+        problem: the layer.
+        weights: all ``problem.experts`` experts in logical order (not only a rank's own), bf16 or quantized with their scales.
+        x: (tokens, hidden) bf16, or codes of the format (``nvfp4``: (tokens, hidden / 2), low nibble first).
+        topk_ids: (tokens, top_k) integers; ids outside 0..experts-1 are no route.
+        topk_weights: (tokens, top_k) float32, bf16 or float16.
+        x_scale: block scales of a quantized ``x``, (tokens, hidden / block).
+    """
+    ids = _array(topk_ids).astype(np.int64)
+    route_weight = values_of(topk_weights)
+    xs = _activation_values(problem.format, x, x_scale, weights.x_scale)
+    total = np.zeros((xs.shape[0], problem.hidden))
+    terms = np.zeros_like(total)
+    routed = np.where((ids >= 0) & (ids < problem.experts), ids, -1)
+    early = problem.routing_weight == "early"
+    with np.errstate(invalid="ignore", over="ignore"):
+        for expert in np.unique(routed[routed >= 0]):
+            token, slot = np.nonzero(routed == expert)
+            weight = route_weight[token, slot][:, None]
+            w13, w2 = (expert_weight(problem.format, weights, name, expert) for name in ("w13", "w2"))
+            mid = _activate(problem, xs[token] @ w13.T + _bias(weights.b13, expert))
+            mid = _rounded(problem.format, mid * weight if early else mid, weights.mid_scale)
+            b2 = _bias(weights.b2, expert)
+            late = 1.0 if early else weight
+            # add.at: one token may take several routes to the same expert.
+            np.add.at(total, token, (mid @ w2.T + b2) * late)
+            np.add.at(terms, token, (np.abs(mid) @ np.abs(w2.T) + np.abs(b2)) * np.abs(late))
+    return OracleResult(total, 2.0**-7 * terms + _TINY)
+
+
+def judge(out: Any, result: OracleResult, *, format: str) -> Judgement:
+    """Compare a backend's (tokens, hidden) output with the oracle's.
+
+    Where the oracle's element is not finite, or overflows bf16, the output must not be finite either; elsewhere it must be.
+
+    Args:
+        out: torch tensor or numpy array.
+        result: from :func:`compute`.
+        format: decides the tolerance on the relative L2 error: 0.004 for ``bf16``, 0.01 for all others.
+    """
+    got, want = values_of(out), result.value
+    limit = FACTS[format].rel_l2
+    if got.shape != want.shape:
+        return Judgement(False, np.inf, np.inf, f"output has shape {got.shape}, the oracle's has {want.shape}")
+    finite = np.abs(want) < _BF16_OVERFLOW
+    wrong = finite != np.isfinite(got)
+    if wrong.any():
+        place = tuple(int(i) for i in np.argwhere(wrong)[0])
+        return Judgement(
+            False, np.inf, np.inf, f"{int(wrong.sum())} elements are not finite on one side only, first {place}: {_pair(got, want, place)}"
+        )
+    error = np.where(finite, np.abs(got - np.where(finite, want, 0)), 0)
+    norm = float(np.linalg.norm(want[finite]))
+    distance = float(np.linalg.norm(error))
+    rel_l2 = distance / norm if norm else (np.inf if distance else 0.0)
+    ratio = np.divide(error, result.bound, out=np.zeros_like(error), where=finite)
+    worst = float(ratio.max(initial=0))
+    ok = rel_l2 < limit and worst <= 1
+    text = f"relative L2 error {rel_l2:.2e} (allowed {limit:g}), worst element at {worst:.2f} of its bound"
+    if worst > 0:
+        place = tuple(int(i) for i in np.unravel_index(int(ratio.argmax()), ratio.shape))
+        text += f", {int((ratio > 1).sum())} outside, worst {place}: {_pair(got, want, place)}"
+    return Judgement(ok, rel_l2, worst, text)
+
+
+def expert_weight(format: str, weights: ExpertWeights, name: str, expert: int) -> Floats:
+    """One expert's ``w13`` or ``w2`` (N, K) in float64 as the layer uses it: dequantized, or quantized here first when it came as bf16."""
+    facts = FACTS[format]
+    matrix = getattr(weights, name)[expert]
+    scale = getattr(weights, f"{name}_scale")
+    codes = _codes(facts.element, matrix)
+    if codes is None:
+        return dequantize(format, quantize_weight(format, values_of(matrix)), facts.rows)
+    total = getattr(weights, f"{name}_global")
+    tensor = scale if facts.element != "bf16" and not facts.scale else total
+    tensor = np.float32(1) if tensor is None else np.float32(values_of(tensor)[expert])
+    return dequantize(format, Codes(codes, None if not facts.scale else _scale_codes(facts.scale, scale[expert]), tensor), facts.rows)
+
+
+def _activation_values(format: str, x: Any, x_scale: Any, static_scale: float | None) -> Floats:
+    facts = FACTS[format]
+    codes = _codes(facts.element, x)
+    if codes is None:
+        return _rounded(format, values_of(x), static_scale)
+    tensor = np.float32(1 if static_scale is None else static_scale)
+    return dequantize(format, Codes(codes, _scale_codes(facts.scale, x_scale) if facts.scale else None, tensor))
+
+
+def _rounded(format: str, values: Floats, static_scale: float | None) -> Floats:
+    return dequantize(format, quantize_activations(format, values, static_scale))
+
+
+def _activate(problem: MoEProblem, fc1: Floats) -> Floats:
+    """(rows, 2 I), gate columns first, to (rows, I)."""
+    form = problem.activation
+    gate, up = fc1[:, : problem.intermediate], fc1[:, problem.intermediate :]
+    if form.limit is not None:
+        gate, up = np.minimum(gate, form.limit), np.clip(up, -form.limit, form.limit)
+    activated: Floats = (up + form.up_bias) * gate / (1 + np.exp(-form.alpha * gate))
+    return activated
+
+
+def _bias(bias: Any, expert: int) -> Floats:
+    return np.zeros(1) if bias is None else values_of(bias[expert])
+
+
+# ---------------------------------------------------------------------------------------------------- operands
+
+
+def _array(tensor: Any) -> Array:
+    """A numpy array of the same bits. Types that numpy lacks come as unsigned integers of their width."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    import torch
+
+    plain = tensor.detach().cpu().contiguous()
+    if _dtype(plain) in _CODED:
+        integer = torch.int16 if plain.element_size() == 2 else torch.uint8
+        plain = plain.view(integer)
+    array: Array = plain.numpy()
+    return array.view(np.uint16) if array.dtype == np.int16 else array
+
+
+_CODED = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float8_e8m0fnu": "e8m0"}
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def values_of(tensor: Any) -> Floats:
+    """Values of a torch tensor or numpy array (uint16: bf16 bits), float64."""
+    array = _array(tensor)
+    kind = _CODED.get(_dtype(tensor), "bf16" if array.dtype == np.uint16 else "")
+    return decode(kind, array) if kind else array.astype(np.float64)
+
+
+def _codes(element: str, tensor: Any) -> Array | None:
+    """The element codes of a tensor that already is in the element type, else ``None``."""
+    array = _array(tensor)
+    if element == "bf16":
+        return array if array.dtype == np.uint16 else None
+    if array.dtype != np.uint8:
+        return None
+    return unpack_nibbles(array) if element == "e2m1" else array
+
+
+def _scale_codes(kind: str, scale: Any) -> Array:
+    return values_of(scale).astype(np.float32) if kind == "f32" else _array(scale)
+
+
+def _pair(got: Floats, want: Floats, place: tuple[int, ...]) -> str:
+    return f"got {got[place]:.6g}, should be {want[place]:.6g}"
