@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from megamoe.errors import DropError
 
@@ -29,10 +29,6 @@ class Fault:
     def __str__(self) -> str:
         difference = f" (expected {self.expected}, found {self.found})" if self.expected or self.found else ""
         return f"{self.file}:{self.line}: {self.text}{difference}"
-
-    def as_dict(self) -> dict[str, str | int]:
-        """The fault for ``--json``."""
-        return asdict(self)
 
 
 class DropRefused(DropError):
