@@ -96,7 +96,8 @@ def decode(kind: str, codes: Array) -> Floats:
     """Values of bit patterns (uint8, or uint16 for ``bf16``), float64."""
     if kind == "bf16":
         bits: NDArray[np.uint32] = codes.astype(np.uint32) << np.uint32(16)
-        return bits.view(np.float32).astype(np.float64)
+        wide: Floats = bits.view(np.float32).astype(np.float64)
+        return wide
     values: Floats = TABLES[kind][codes]
     return values
 
