@@ -1,0 +1,141 @@
+"""``MoELayer``: the expert layer as a module, on whatever backend this machine has."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from megamoe.ep.confighash import reject
+from megamoe.ep.group import Group
+from megamoe.errors import SessionClosed
+from megamoe.select import get_backend
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from megamoe.problem import MoEProblem
+    from megamoe.protocol import Backend, Plan, Session
+    from megamoe.weights import ExpertWeights
+
+
+class MoELayer(torch.nn.Module):
+    """Routed experts of one MoE layer, for inference.
+
+    Making one is collective over ``group``: every rank does it with the same problem and its own experts. So are calls and ``close``.
+    Usable as a context manager, which closes it. It has no parameters: weights are packed once, :meth:`update` refits them.
+
+    Args:
+        problem: the layer.
+        weights: the experts that this rank holds, in the order of ``problem.resolved_placement(ranks).local[rank]``, on this rank's device.
+        backend: name of a backend, or ``None`` or ``"auto"`` for the one that fits (``MEGAMOE_BACKEND``, then the device).
+        group: the expert-parallel process group; ``None`` is a group of one rank.
+
+    Raises:
+        InvalidInput: weights or group do not fit the problem.
+        UnsupportedProblem: the backend cannot compute it; carries every reason.
+        BackendNotFound, BackendUnavailable, BackendIncompatible, BackendBroken, BackendAmbiguous: no backend can be used.
+        RankMismatch: the ranks disagree on backend, version, problem or static scales; raised on every rank.
+        PeerAborted: another rank raised one of the above.
+    """
+
+    def __init__(self, problem: MoEProblem, weights: ExpertWeights, backend: str | None = None, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.problem = problem
+        ours = Group.of(group)
+        device = weights.w13.device
+        try:
+            chosen: Backend = get_backend(backend, device=device)
+            plan = chosen.plan(problem, ranks=ours.size)
+            self._packed = chosen.prepare_weights(plan, weights)
+        except BaseException as error:
+            # The others are on their way into open_session, where they would wait for this rank.
+            reject(ours, error, device)
+            raise
+        self._session: Session | None = chosen.open_session(plan, self._packed, group)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        x_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the layer on this rank's tokens. Collective. Arguments, result and errors are those of :meth:`megamoe.protocol.Session.run`.
+
+        There is no backward: a gradient that arrives at the result raises.
+        """
+        y = self._open().run(x, topk_ids, topk_weights, x_scale=x_scale, out=out)
+        if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+            return _NoBackward.apply(y, x, topk_weights)
+        return y
+
+    @property
+    def plan(self) -> Plan:
+        """What runs: backend, knobs, memory regions."""
+        return self._packed.plan
+
+    @property
+    def session(self) -> Session:
+        """The open session.
+
+        Raises:
+            SessionClosed: after ``close``.
+        """
+        return self._open()
+
+    def update(self, weights: ExpertWeights) -> None:
+        """Refit in place: same shapes, dtypes and static scales, other values.
+
+        Raises:
+            InvalidInput: the weights differ in more than values.
+            SessionClosed: after ``close``.
+        """
+        self._open()
+        self._packed.update(weights)
+
+    def counts(self) -> torch.Tensor:
+        """(local experts,) int64 on the host: rows that each local expert received in the last call. Synchronizes.
+
+        Raises:
+            SessionClosed: after ``close``.
+            InvalidInput: the last call had ids out of range.
+        """
+        return self._open().counts()
+
+    def close(self) -> None:
+        """Release everything. Collective; safe to call twice."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def extra_repr(self) -> str:
+        state = "open" if self._session is not None else "closed"
+        return f"{self.problem}, backend={self.plan.backend!r}, ranks={self.plan.ranks}, {state}"
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _open(self) -> Session:
+        if self._session is None:
+            raise SessionClosed("This MoELayer was closed.", hint="make another one, or close it later")
+        return self._session
+
+
+class _NoBackward(torch.autograd.Function):
+    """Keeps the result attached to the graph, so that a backward pass fails instead of silently missing a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
+        raise NotImplementedError("MoELayer is for inference and has no backward; call it under torch.no_grad().")

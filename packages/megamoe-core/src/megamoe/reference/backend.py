@@ -1,0 +1,107 @@
+"""The reference backend: what it can do, and how its sessions are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megamoe import __version__
+from megamoe.ep.confighash import agree, configuration, reject
+from megamoe.ep.group import Group
+from megamoe.errors import InvalidInput, UnsupportedProblem
+from megamoe.formats import FormatInfo, describe
+from megamoe.protocol import BackendSpec, PackedWeights, Plan, Reason, Region, Verdict
+from megamoe.reference import SPEC
+from megamoe.reference.session import ReferenceSession
+from megamoe.reference.weights import ReferenceWeights
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from megamoe.problem import MoEProblem
+    from megamoe.weights import ExpertWeights
+
+_SCALE_BYTES = {"f32": 4, "e8m0": 1, "e4m3": 1}
+_ELEMENT_BITS = {"bf16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
+
+
+class ReferenceBackend:
+    """Computes any problem on any device in plain torch. See :class:`megamoe.protocol.Backend`.
+
+    Sessions run where the weights are. Expert parallelism uses the group's own library: NCCL for weights on a GPU, gloo otherwise.
+    """
+
+    @property
+    def spec(self) -> BackendSpec:
+        return SPEC
+
+    def probe(self, device: torch.device | None = None) -> Verdict:
+        return Verdict()
+
+    def supports(self, problem: MoEProblem, ranks: int = 1) -> Verdict:
+        info = describe(problem.format)
+        blocks = [
+            Reason(f"{name}={size} is not a multiple of {info.multiple}, as format {info.name} needs", f"pad {name}, or use format bf16")
+            for name, size in (("hidden", problem.hidden), ("intermediate", problem.intermediate))
+            if size % info.multiple
+        ]
+        return Verdict((*blocks, *problem.placement_reasons(ranks)))
+
+    def plan(self, problem: MoEProblem, *, ranks: int = 1, knobs: Mapping[str, object] | None = None) -> Plan:
+        if knobs:
+            raise InvalidInput(f"knobs {sorted(knobs)}; allowed: the reference backend has none.", hint="drop knobs")
+        verdict = self.supports(problem, ranks)
+        if not verdict:
+            raise UnsupportedProblem(verdict.reasons, subject="The reference backend does not support this problem")
+        most = max(map(len, problem.resolved_placement(ranks).local))
+        weights = Region("weights", most * _expert_bytes(problem, describe(problem.format)), "local", "encoded experts, without biases")
+        return Plan(SPEC.name, __version__, problem, ranks, regions=(weights,), properties=("sums in slot order",))
+
+    def prepare_weights(self, plan: Plan, weights: ExpertWeights) -> ReferenceWeights:
+        return ReferenceWeights(plan, weights)
+
+    def open_session(self, plan: Plan, packed: PackedWeights, group: ProcessGroup | None = None) -> ReferenceSession:
+        ours = Group.of(group)
+        if not isinstance(packed, ReferenceWeights):
+            raise InvalidInput(
+                f"packed is {type(packed).__name__}; allowed: what this backend's prepare_weights returned.",
+                hint="call prepare_weights of the same backend",
+            )
+        try:
+            _check_session(plan, packed, ours)
+        except BaseException as error:
+            reject(ours, error, packed.device)
+            raise
+        agree(ours, configuration(plan, x_scale=packed.x_scale, mid_scale=packed.mid_scale), packed.device)
+        return ReferenceSession(plan, packed, ours)
+
+
+def _check_session(plan: Plan, packed: ReferenceWeights, group: Group) -> None:
+    if packed.plan != plan:
+        raise InvalidInput(
+            "packed weights were prepared for another plan; allowed: the plan of this session.", hint="prepare_weights again"
+        )
+    if group.size != plan.ranks:
+        raise InvalidInput(
+            f"the group has {group.size} ranks, the plan is for {plan.ranks}; allowed: equal.",
+            hint=f"plan(problem, ranks={group.size}), or pass the expert-parallel group",
+        )
+    held = len(plan.problem.resolved_placement(plan.ranks).local[group.rank])
+    if packed.experts != held:
+        raise InvalidInput(
+            f"the packed weights hold {packed.experts} experts; allowed: {held}, what the placement gives to rank {group.rank}.",
+            hint="pass the experts of this rank, in the order of placement.local[rank]",
+        )
+
+
+def _expert_bytes(problem: MoEProblem, info: FormatInfo) -> int:
+    """Bytes of one expert's encoded matrices with their scales."""
+    total = 0
+    for rows, cols in ((2 * problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)):
+        total += rows * cols * _ELEMENT_BITS[info.element] // 8
+        if info.block_k:
+            total += -(-rows // info.block_rows) * (cols // info.block_k) * _SCALE_BYTES[info.scale]
+        if info.tensor_scale:
+            total += 4
+    return total
