@@ -33,6 +33,12 @@ LOG = Variable("MEGAMOE_LOG", "log level on stderr: debug, info, warning, error"
 
 VARIABLES = (BACKEND, DISABLE, ARCH, CACHE_DIR, TIMEOUT, LOG)
 
+VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", "GPUs that this process may use, by index or UUID", "all")
+DEVICE_ORDER = Variable("CUDA_DEVICE_ORDER", "what a GPU's index counts: FASTEST_FIRST or PCI_BUS_ID", "FASTEST_FIRST")
+
+CUDA_VARIABLES = (VISIBLE_DEVICES, DEVICE_ORDER)
+"""Variables of the CUDA driver that discovery has to follow."""
+
 
 def requested_backend() -> str | None:
     """Backend named by ``MEGAMOE_BACKEND``, or ``None``."""
@@ -53,6 +59,16 @@ def cache_dir() -> Path:
     """Folder for caches (created by whoever writes into it)."""
     value = CACHE_DIR.read()
     return Path(value).expanduser() if value else Path.home() / ".cache" / "megamoe"
+
+
+def visible_devices() -> str | None:
+    """``CUDA_VISIBLE_DEVICES`` as it stands, ``None`` when unset. Blank is not unset: it hides every GPU."""
+    return os.environ.get(VISIBLE_DEVICES.name)
+
+
+def device_order() -> str:
+    """What a GPU's index in ``CUDA_VISIBLE_DEVICES`` counts."""
+    return DEVICE_ORDER.read() or DEVICE_ORDER.default
 
 
 def timeout_seconds() -> float:
