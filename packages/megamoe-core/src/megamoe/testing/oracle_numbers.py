@@ -110,7 +110,8 @@ def unpack_nibbles(packed: Array) -> Array:
 
 def pack_nibbles(codes: Array) -> Array:
     """(..., K) codes to (..., K / 2) bytes, the low nibble first."""
-    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).astype(np.uint8)
+    packed: Array = (codes[..., 0::2] | (codes[..., 1::2] << 4)).astype(np.uint8)
+    return packed
 
 
 # ---------------------------------------------------------------------------------------------------- values to bit patterns
