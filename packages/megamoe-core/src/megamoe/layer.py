@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
@@ -70,7 +70,7 @@ class MoELayer(torch.nn.Module):
         """
         y = self._open().run(x, topk_ids, topk_weights, x_scale=x_scale, out=out)
         if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-            return _NoBackward.apply(y, x, topk_weights)
+            return cast("torch.Tensor", _NoBackward.apply(y, x, topk_weights))  # type: ignore[no-untyped-call]
         return y
 
     @property

@@ -114,11 +114,12 @@ class ReferenceSession:
         """What this rank's experts make of the rows they received: (rows, hidden) bf16, in the order of the rows."""
         problem, fmt = self._plan.problem, self._format
         results = torch.empty(len(local), problem.hidden, dtype=torch.bfloat16, device=weights.device)
-        for slot in local.unique().tolist():
+        counts = torch.bincount(local, minlength=weights.experts).cpu()
+        for slot in counts.nonzero().flatten().tolist():
             mine = (local == slot).nonzero().squeeze(1)
             values = fmt.dequantize(data[mine], None if scale is None else scale[mine], static_scale=weights.x_scale)
             results[mine] = expert_rows(problem, fmt, weights.expert(slot), values, early[mine], weights.mid_scale)
-        self._counts = torch.bincount(local, minlength=weights.experts).cpu()
+        self._counts = counts
         return results
 
     def _check(
