@@ -26,8 +26,8 @@ else:
         import importlib.metadata as reader
 
 CORE = "megamoe-core"
-ARCH_WHEELS = {"megamoe-sm90": ((9, None),), "megamoe-sm100": ((10, None),), "megamoe-sm120": ((12, None),)}
-"""The wheels that core's extras install, and the GPU families they are for. Used to name what to install or repair."""
+ARCH_WHEELS = {"megamoe-sm90": 9, "megamoe-sm100": 10, "megamoe-sm120": 12}
+"""The wheels that core's extras install, and the major compute capability each is for: to name what to install or repair."""
 
 _BUILT_IN = ("reference", "megamoe.reference:SPEC")
 

@@ -94,7 +94,7 @@ def query(load: Callable[[str], Any] = ctypes.CDLL) -> Gpus:
     try:
         library = load(LIBRARY)
     except OSError:
-        return Gpus(problem=f"no NVIDIA driver ({LIBRARY} not found)")
+        return Gpus(problem=f"no NVIDIA driver, {LIBRARY} not found")
     nvml = _Nvml(library)
     try:
         nvml.call("nvmlInit_v2")
