@@ -44,7 +44,7 @@ class MoELayer(torch.nn.Module):
         super().__init__()
         self.problem = problem
         ours = Group.of(group)
-        device = weights.w13.device
+        device = weights.w13.device if isinstance(weights.w13, torch.Tensor) else torch.device("cpu")
         try:
             chosen: Backend = get_backend(backend, device=device)
             plan = chosen.plan(problem, ranks=ours.size)

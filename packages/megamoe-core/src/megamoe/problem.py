@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,10 +67,10 @@ class Placement:
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "local", tuple(tuple(int(e) for e in rank) for rank in self.local))
+            object.__setattr__(self, "local", tuple(tuple(map(operator.index, rank)) for rank in self.local))
         except TypeError:
             raise InvalidInput(
-                f"placement={self.local!r}; allowed: one sequence of expert ids per rank.",
+                f"placement={self.local!r}; allowed: one sequence of expert ids, whole numbers, per rank.",
                 hint="for example Placement(((0, 1, 2), (3, 4)))",
             ) from None
         if not self.local:
@@ -86,7 +87,12 @@ class Placement:
 
     @classmethod
     def even(cls, experts: int, ranks: int) -> Placement:
-        """Contiguous experts, as equally as they divide: the first ``experts % ranks`` ranks hold one more."""
+        """Contiguous experts, as equally as they divide: the first ``experts % ranks`` ranks hold one more.
+
+        Raises:
+            InvalidInput: fewer than one expert or rank.
+        """
+        experts, ranks = _positive("experts", experts), _positive("ranks", ranks)
         share, rest = divmod(experts, ranks)
         starts = [r * share + min(r, rest) for r in range(ranks + 1)]
         return cls(tuple(tuple(range(a, b)) for a, b in pairwise(starts)))
@@ -96,8 +102,9 @@ class Placement:
         """From an EPLB table: logical expert of every physical slot, rank after rank, the same number of slots on each.
 
         Raises:
-            InvalidInput: the slots do not divide by the ranks.
+            InvalidInput: the slots do not divide by the ranks, or there is no rank.
         """
+        ranks = _positive("ranks", ranks)
         slots, rest = divmod(len(physical_to_logical), ranks)
         if rest:
             raise InvalidInput(

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _ELEMENT = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1": "uint8"}
 _SCALE = {"f32": "float32", "e8m0": "float8_e8m0fnu", "e4m3": "float8_e4m3fn"}
+_SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Normal float32 numbers: kernels hold static scales, and divide by them, in float32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,17 +94,17 @@ class ExpertWeights:
 
     def _check_matrix(self, name: str, info: FormatInfo, shape: tuple[int, int, int]) -> None:
         tensor = getattr(self, name)
-        dtype = _dtype(tensor)
+        dtype = _dtype(name, tensor)
         element = _ELEMENT[info.element]
         if dtype not in ("bfloat16", element):
             raise InvalidInput(
-                f"{name} is {dtype}; allowed for format {info.name}: bfloat16 or {element}.",
-                hint=f"pass bf16 weights, or {element} data with {name}_scale",
+                f"{name} is {dtype}; allowed for format {info.name}: {' or '.join(dict.fromkeys(('bfloat16', element)))}.",
+                hint=f"pass {name}.to(torch.bfloat16)" + ("" if element == "bfloat16" else f", or {element} data with {name}_scale"),
             )
         if info.element == "e2m1" and dtype == element:
             shape = (shape[0], shape[1], shape[2] // 2)
         _check_shape(name, tensor, shape)
-        if shape[0] and (tensor.stride(2) != 1 or tensor.stride(1) != shape[2] or tensor.stride(0) != shape[1] * shape[2]):
+        if not tensor.is_contiguous():
             raise InvalidInput(
                 f"{name} has strides {tuple(tensor.stride())}; allowed: contiguous, the last dimension (K) fastest.",
                 hint=f"pass {name}.contiguous()",
@@ -120,7 +122,7 @@ class ExpertWeights:
         if scale is None:
             raise InvalidInput(f"{name} is quantized but {name}_scale is missing.", hint=f"pass {name}_scale, or bf16 weights")
         if info.block_k:
-            shape = (experts, -(-rows // info.block_rows), -(-cols // info.block_k))
+            shape: tuple[int, ...] = (experts, -(-rows // info.block_rows), -(-cols // info.block_k))
             dtypes = (_SCALE[info.scale], "uint8") if info.scale == "e8m0" else (_SCALE[info.scale],)
         else:
             shape, dtypes = (experts,), ("float32",)
@@ -132,8 +134,8 @@ class ExpertWeights:
     def _check_plain(self, name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
         if tensor is None:
             return
-        if _dtype(tensor) not in dtypes:
-            raise InvalidInput(f"{name} is {_dtype(tensor)}; allowed: {' or '.join(dtypes)}.", hint=f"convert {name}")
+        if _dtype(name, tensor) not in dtypes:
+            raise InvalidInput(f"{name} is {_dtype(name, tensor)}; allowed: {' or '.join(dtypes)}.", hint=f"convert {name}")
         _check_shape(name, tensor, shape)
         if not tensor.is_contiguous():
             raise InvalidInput(f"{name} has strides {tuple(tensor.stride())}; allowed: contiguous.", hint=f"pass {name}.contiguous()")
@@ -150,11 +152,17 @@ class ExpertWeights:
                 continue
             if not info.tensor_scale:
                 raise InvalidInput(f"{name} is given but format {info.name} has no static activation scale.", hint=f"drop {name}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise InvalidInput(f"{name}={value!r}; allowed: a finite number above 0.", hint=f"pass float({name})")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not _SMALLEST <= value <= _LARGEST:
+                raise InvalidInput(
+                    f"{name}={value!r}; allowed: a Python number, normal in float32: 2^-126 to below 2^128.", hint=f"pass float({name})"
+                )
 
 
-def _dtype(tensor: torch.Tensor) -> str:
+def _dtype(name: str, tensor: object) -> str:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInput(f"{name} is {type(tensor).__name__}; allowed: a torch.Tensor.", hint=f"pass {name} as a tensor")
     return str(tensor.dtype).removeprefix("torch.")
 
 

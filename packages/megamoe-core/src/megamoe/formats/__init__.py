@@ -63,7 +63,7 @@ def describe(name: str) -> FormatInfo:
     Raises:
         InvalidInput: no such format; names the ones there are.
     """
-    info = FORMATS.get(name)
+    info = FORMATS.get(name) if isinstance(name, str) else None
     if info is None:
         raise InvalidInput(
             f"format={name!r} is not a format; allowed: {', '.join(FORMATS)}.", hint="pass one of these names as MoEProblem(format=...)"

@@ -83,7 +83,7 @@ def weighted_sum(rows: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor
 @contextmanager
 def float32_arithmetic(device: torch.device) -> Iterator[None]:
     """True float32 products whatever the caller chose for the process: no autocast, no TF32, no bf16 products; no autograd."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     chosen = [backend.fp32_precision for backend in backends]
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:

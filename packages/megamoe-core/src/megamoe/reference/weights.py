@@ -101,10 +101,10 @@ class ReferenceWeights:
 def _count(plan: Plan, weights: ExpertWeights) -> int:
     """Number of local experts given, checked against what some rank of the placement holds."""
     held = sorted({len(local) for local in plan.problem.resolved_placement(plan.ranks).local})
-    given = weights.w13.shape[0] if weights.w13.dim() else 0
+    given = weights.w13.shape[0] if isinstance(weights.w13, torch.Tensor) and weights.w13.dim() else 0
     if given not in held:
         raise InvalidInput(
-            f"w13 holds {given} experts; allowed: {' or '.join(map(str, held))}, the experts that one of {plan.ranks} ranks holds.",
+            f"w13 is for {given} experts; allowed: {' or '.join(map(str, held))}, the experts that one of {plan.ranks} ranks holds.",
             hint="pass the experts of this rank only, placement.local[rank]",
         )
     return given

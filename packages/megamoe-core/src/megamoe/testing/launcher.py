@@ -84,7 +84,7 @@ def launch(
     Raises:
         RanksFailed: a rank raised, died or did not finish in time; the others were ended.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     context = multiprocessing.get_context("forkserver")
     # Loaded once in the server that all ranks are forked from, instead of once a rank.
@@ -94,9 +94,17 @@ def launch(
     with tempfile.TemporaryDirectory() as stacks:
         jobs = [
             _Job(
-                *(function.__module__, inspect.getfile(function), function.__qualname__),
-                *(rank, ranks, store.port, backend, timeout, dict(env or {}), f"{stacks}/{rank}"),
-                pickle.dumps(args),
+                module=function.__module__,
+                file=inspect.getfile(function),
+                function=function.__qualname__,
+                rank=rank,
+                ranks=ranks,
+                port=store.port,
+                backend=backend,
+                timeout=timeout,
+                env=dict(env or {}),
+                stacks=f"{stacks}/{rank}",
+                arguments=pickle.dumps(args),
             )
             for rank in range(ranks)
         ]
@@ -184,7 +192,7 @@ def _run(job: _Job) -> Any:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.ranks))
     limit = timedelta(seconds=job.timeout)
-    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit)
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
     function = _load(job)
     for name in job.function.split("."):
