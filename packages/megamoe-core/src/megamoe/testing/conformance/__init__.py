@@ -1,0 +1,28 @@
+"""The tests that make an object a backend. A wheel, also one written elsewhere, proves itself with one test file:
+
+    from megamoe.testing.conformance import BackendConformance
+    from my_wheel import SPEC
+
+    class TestMyBackend(BackendConformance):
+        spec = SPEC
+
+Tests of the description and of planning run on any machine. Tests that compute are skipped, with the reason, where ``probe`` says no or
+``SPEC.missing`` says that there is no kernel yet; what ``supports`` refuses is skipped with its reasons. Results are judged by the float64
+oracle. Needs pytest.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# Before they are imported: failing asserts then show their values, as in any test file.
+pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in ("description", "results", "subject")))
+
+from megamoe.testing.conformance.description import DescriptionTests  # noqa: E402
+from megamoe.testing.conformance.results import ResultTests  # noqa: E402
+
+__all__ = ["BackendConformance"]
+
+
+class BackendConformance(DescriptionTests, ResultTests):
+    """Subclass it as ``Test...`` and set ``spec``; ``device`` and ``sizes`` are for backends with special needs, see :class:`Subject`."""
