@@ -91,7 +91,7 @@ class _Auditor:
             except Unreadable as error:
                 yield error.fault
                 continue
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.ImportFrom) and (home := _inside(module, node, manifest.namespace)) is not None:
                     yield from self._shim_import(contract, node, home, str(path))
 

@@ -125,13 +125,14 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         DropRefused: a syntax error, with file and line; or not UTF-8.
     """
+    data = path.read_bytes()
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        return tomllib.loads(data.decode())
     except UnicodeDecodeError as error:
-        line, text = 1 + error.object[: error.start].count(b"\n"), "is not UTF-8"
+        line, text = 1 + data[: error.start].count(b"\n"), "is not UTF-8"
     except tomllib.TOMLDecodeError as error:
         text = str(error)
-        line = int(found[1]) if (found := re.search(r"line (\d+)", text)) else 1
+        line = int(found[1]) if (found := re.search(r"line (\d+)", text)) else len(data.splitlines())  # "at end of document"
     raise DropRefused(f"{path} is not valid TOML.", [Fault(str(path), line, text)], hint="correct the file")
 
 

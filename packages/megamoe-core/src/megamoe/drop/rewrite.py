@@ -49,22 +49,27 @@ def _edit(module: Module, chosen: Callable[[Site], bool], old: bytes, new: bytes
 
 
 def _same(before: ast.AST, after: ast.AST, prefix: str) -> bool:
-    pending: list[tuple[object, object]] = [(before, after)]
+    """Whether two trees are equal, positions aside and ``prefix`` taken off the module names of imports in ``after``."""
+    pending: list[tuple[ast.AST, ast.AST]] = [(before, after)]
     while pending:
         old, new = pending.pop()
         if type(old) is not type(new):
             return False
-        if isinstance(old, ast.AST):
-            for name in old._fields:
-                left, right = getattr(old, name, None), getattr(new, name, None)
-                dotted = name == {ast.ImportFrom: "module", ast.alias: "name"}.get(type(old))
-                if dotted and left != right:
-                    right = right.removeprefix(prefix) if isinstance(right, str) else right
+        dotted = {ast.ImportFrom: "module", ast.alias: "name"}.get(type(old))
+        for name in old._fields:
+            left, right = getattr(old, name, None), getattr(new, name, None)
+            if left is right:
+                continue
+            if isinstance(left, ast.AST) and isinstance(right, ast.AST):
                 pending.append((left, right))
-        elif isinstance(old, list) and isinstance(new, list):
-            if len(old) != len(new):
+            elif isinstance(left, list) and isinstance(right, list):
+                if len(left) != len(right):
+                    return False
+                for pair in zip(left, right, strict=True):
+                    if isinstance(pair[0], ast.AST):
+                        pending.append(pair)
+                    elif pair[0] != pair[1]:
+                        return False
+            elif type(left) is not type(right) or (left != right and not (name == dotted and right == f"{prefix}{left}")):
                 return False
-            pending.extend(zip(old, new, strict=True))
-        elif old != new:
-            return False
     return True

@@ -48,16 +48,14 @@ class Scanner:
 
     def scan(self, module: Module, shown: str, findings: Findings) -> None:
         """Add to ``findings`` what this module holds, with ``shown`` as its path."""
-        lookups = _lookup_names(module.tree)
-        for node in ast.walk(module.tree):
+        lookups = _lookup_names(module)
+        for node in module.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                texts: Iterator[str] = self._import(node, module, shown, findings)
+                texts: Iterable[str] = self._import(node, module, shown, findings)
             elif isinstance(node, ast.Call):
                 texts = self._call(node, lookups, shown, findings)
-            elif isinstance(node, ast.Subscript) and _dotted(node.value) == "sys.modules":
-                texts = self._named(node.slice, "sys.modules is asked for")
             else:
-                continue
+                texts = self._named(node.slice, "sys.modules is asked for") if _dotted(node.value) == "sys.modules" else ()
             findings.faults.extend(Fault(shown, node.lineno, text) for text in texts)
 
     def private(self, module: Module, shown: str) -> Iterator[Fault]:
@@ -120,11 +118,11 @@ class Scanner:
             yield f"{what} {node.value!r} by its top-level name; write an import statement"
 
 
-def _lookup_names(tree: ast.Module) -> frozenset[str]:
+def _lookup_names(module: Module) -> frozenset[str]:
     """Local names of functions that find a module by name: ``from importlib import import_module as load`` gives ``load``."""
     return frozenset(
         alias.asname or alias.name
-        for node in ast.walk(tree)
+        for node in module.nodes
         if isinstance(node, ast.ImportFrom) and node.module in _LOOKUP_HOMES
         for alias in node.names
         if alias.name in _BY_NAME | _PKGUTIL

@@ -62,7 +62,7 @@ def _bad_packages(source: Path, packages: Sequence[str], exclude: Sequence[str])
     if not packages:
         here = sorted(p.name for p in source.iterdir() if p.is_dir() and any(p.glob("*.py")))
         yield Fault(str(source), 1, f"no package named; --package takes one of: {', '.join(here) or 'none found'}")
-    parts = [tuple(package.replace(".", "/").strip("/").split("/")) for package in packages]
+    parts = [tuple(filter(None, package.replace(".", "/").split("/"))) for package in packages]
     for index, (package, mine) in enumerate(zip(packages, parts, strict=True)):
         where = str(source / package)
         for other, theirs in zip(packages[:index], parts[:index], strict=True):
@@ -70,7 +70,7 @@ def _bad_packages(source: Path, packages: Sequence[str], exclude: Sequence[str])
             if [p.casefold() for p in mine[:shorter]] == [p.casefold() for p in theirs[:shorter]]:
                 yield Fault(where, 1, f"packages {other!r} and {package!r} overlap; name each package once, by its top")
                 break
-        if len(mine) > 1 or not mine[0].isidentifier():
+        if not package.isidentifier():
             yield Fault(where, 1, f"{package!r} is not the name of a top-level package; SOURCE is the folder that holds the packages")
         elif not (source / package).is_dir():
             yield Fault(where, 1, f"the source has no package {package!r}")

@@ -134,7 +134,7 @@ class Index:
         return found or self._imported(module, name, depth)
 
     def _imported(self, module: Module, name: str, depth: int) -> Symbol | None:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if (alias.asname or alias.name) == name and (home := self._home(module, node)) is not None:

@@ -120,7 +120,7 @@ _Diff = tuple[str, str, bytes, str]
 def _refuse_dirty(package: Path, before: Manifest) -> None:
     faults = []
     if (package / _STAGE).exists():
-        faults.append(Fault(str(package / _STAGE), 1, "an interrupted update left this: move what its `old` folder holds back, then delete it"))
+        faults.append(Fault(str(package / _STAGE), 1, "an interrupted update left this: move back what is in its `old`, delete it"))
     if before.first_party and before.packages:
         faults.append(Fault(str(package / manifests.NAME), 1, "the kernels of this wheel are first-party; a drop would replace them"))
     elif before.files:

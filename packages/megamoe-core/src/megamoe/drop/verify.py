@@ -13,7 +13,7 @@ from megamoe.drop.locate import find_package, namespace_of
 from megamoe.drop.manifest import TREE, Manifest
 from megamoe.drop.module import SUFFIXES, Unreadable, parse
 from megamoe.drop.patches import FOLDER, PatchFailed, apply
-from megamoe.drop.rewrite import add_prefix, remove_prefix
+from megamoe.drop.rewrite import remove_prefix
 from megamoe.drop.scan import Scanner
 
 INIT = "__init__.py"
@@ -99,9 +99,8 @@ def _stripped(name: str, path: Path, manifest: Manifest, faults: list[Fault]) ->
         return data
     module = parse(data, name, str(path))
     original = remove_prefix(module, manifest.namespace, manifest.packages)
-    if add_prefix(parse(original, name, str(path)), manifest.namespace, manifest.packages) != data:
-        # Without this, taking a prefix out by hand would go unseen: stripping leaves such a file as it was.
-        faults += Scanner(manifest.namespace, manifest.packages, ()).private(module, str(path))
+    # Without this, taking a prefix out by hand would go unseen: stripping leaves such a file as it was.
+    faults += Scanner(manifest.namespace, manifest.packages, ()).private(module, str(path))
     return original
 
 
