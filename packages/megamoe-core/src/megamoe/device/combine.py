@@ -1,0 +1,68 @@
+"""The top-k sum: FC2 rows are staged by route in bf16, and every token adds its rows in slot order in fp32, rounding once."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from megamoe.device import memory, quantize, routing
+
+PIECES = 2  # 256-column pieces of a row that a warp sums at a time
+BATCH = 8  # routes in flight per piece
+
+
+@cute.jit
+def sum_rows(
+    stage: Int64,
+    ids: Int64,
+    topk_w: Int64,
+    out: Int64,
+    tokens: Int32,
+    experts: cutlass.Constexpr,
+    top_k: cutlass.Constexpr,
+    hidden: cutlass.Constexpr,
+    wide: cutlass.Constexpr,
+    weighted: cutlass.Constexpr,
+    warp: Int32,
+    warps: Int32,
+    lane: Int32,
+):
+    """out[t] = bf16(sum over slots k in order of w[t, k] * stage[t * top_k + k]); slots without an expert add nothing. `warp` of `warps` over the grid."""
+    width = 256 * PIECES
+    chunks = -(-hidden // width)
+    unit = warp
+    while unit < tokens * chunks:
+        token = unit // chunks
+        column = (unit - token * chunks) * width + lane * 8
+        slot = cutlass.min(lane, top_k - 1)
+        expert = routing.load_id(ids, token * top_k + slot, wide)
+        used = (expert >= 0) & (expert < experts) & (lane < top_k)
+        weight = Float32(0.0)
+        if used:
+            weight = Float32(1.0)
+            if cutlass.const_expr(weighted):
+                weight = memory.ld_f32(topk_w + (Int64(token) * top_k + slot) * 4)
+        slots = cute.arch.vote_ballot_sync(used)
+        total = [Float32(0.0) for _ in range(8 * PIECES)]
+        for first in cutlass.range_constexpr(0, top_k, BATCH):
+            last = min(first + BATCH, top_k)
+            rows, keep = {}, {}
+            for k in cutlass.range_constexpr(first, last):
+                for p in cutlass.range_constexpr(PIECES):
+                    # What must not be read (a slot without an expert, columns behind the row) reads the start of the region and is masked to zero.
+                    there = ((slots >> k) & 1) * Int32(column + 256 * p < hidden)
+                    offset = (Int64(token) * (top_k * hidden) + (k * hidden + column + 256 * p)) * 2
+                    rows[k, p] = memory.ld_v4(stage + offset * Int64(there))
+                    keep[k, p] = -there
+            for k in cutlass.range_constexpr(first, last):
+                scale = cute.arch.shuffle_sync(weight, k)
+                for p in cutlass.range_constexpr(PIECES):
+                    for w in cutlass.range_constexpr(4):
+                        word = rows[k, p][w] & keep[k, p]
+                        at = 8 * p + 2 * w
+                        total[at] = cute.math.fma(scale, quantize.bf16_low(word), total[at])
+                        total[at + 1] = cute.math.fma(scale, quantize.bf16_high(word), total[at + 1])
+        for p in cutlass.range_constexpr(PIECES):
+            if column + 256 * p < hidden:
+                packed = [quantize.pack_bf16(total[8 * p + 2 * w], total[8 * p + 2 * w + 1]) for w in range(4)]
+                memory.st_v4(out + (Int64(token) * hidden + (column + 256 * p)) * 2, *packed)
+        unit = unit + warps

@@ -1,0 +1,130 @@
+"""Compile-time configuration of the native-order kernel and everything that follows from it. Plain Python."""
+
+from dataclasses import dataclass
+
+from megamoe.device import regions
+
+FORMATS = ("fp8_block128", "fp8_tensor", "fp8_tensor_e5m2", "bf16")
+TILES_M = (64, 128)
+TILE_N = 256  # weight rows of a tile: 128 gate and 128 up rows in FC1, 256 output columns in FC2
+ROW_BYTES = 128  # a K block is one 128-byte swizzled line a row
+SMEM_BYTES = 232448
+SLOTS = 3  # task ring
+MATH_WARPS = 8
+THREADS = 384
+
+
+@dataclass(frozen=True)
+class NativeConfig:
+    """One compiled kernel. `limit` None: no clamp. `unroll`, `stages` None: derived from the shape."""
+
+    fmt: str
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    act_bf16: bool = True
+    limit: float | None = None
+    alpha: float = 1.0
+    up_bias: float = 0.0
+    bias13: bool = False
+    bias2: bool = False
+    early: bool = False
+    ids64: bool = False
+    tile_m: int = 128
+    stages: int | None = None
+    unroll: int | None = None
+    sms: int = 132
+
+    def __post_init__(self):
+        if self.fmt not in FORMATS:
+            raise ValueError(f"fmt is {self.fmt!r}; it must be one of {', '.join(FORMATS)}")
+        if self.tile_m not in TILES_M:
+            raise ValueError(f"tile_m is {self.tile_m}; it must be one of {TILES_M}")
+        step = 128 if self.block_scales else 64
+        for name in ("hidden", "intermediate"):
+            if getattr(self, name) % step or getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive multiple of {step} for {self.fmt}")
+        if not 1 <= self.experts <= 512:
+            raise ValueError(f"experts is {self.experts}; it must be 1 to 512")
+        if not 1 <= self.top_k <= 32:
+            raise ValueError(f"top_k is {self.top_k}; it must be 1 to 32")
+        if self.early and self.bias2:
+            raise ValueError("early routing weights cannot be combined with an output bias (bias2)")
+
+    @property
+    def block_scales(self) -> bool:
+        return self.fmt == "fp8_block128"
+
+    @property
+    def e5m2(self) -> bool:
+        return self.fmt == "fp8_tensor_e5m2"
+
+    @property
+    def element(self) -> int:
+        return 2 if self.fmt == "bf16" else 1
+
+    @property
+    def quantize(self) -> bool:
+        return self.act_bf16 and self.fmt != "bf16"
+
+    @property
+    def block_k(self) -> int:
+        """Elements of a K block."""
+        return ROW_BYTES // self.element
+
+    @property
+    def kb1(self) -> int:
+        return -(-self.hidden // self.block_k)
+
+    @property
+    def kb2(self) -> int:
+        return -(-self.intermediate // self.block_k)
+
+    @property
+    def n1(self) -> int:
+        """FC1 tasks a row block."""
+        return -(-self.intermediate // 128)
+
+    @property
+    def n2(self) -> int:
+        """FC2 tasks a row block."""
+        return -(-self.hidden // TILE_N)
+
+    @property
+    def pieces(self) -> int:
+        """64-column pieces of a warpgroup: all four of its 64 rows, or with a 64-row tile the gate and the up piece of its half."""
+        return 4 if self.tile_m == 128 else 2
+
+    @property
+    def k_unroll(self) -> int:
+        """K blocks a loop iteration: divides both loops."""
+        if self.unroll is not None:
+            return self.unroll
+        return max(u for u in (1, 2, 4, 7, 8) if self.kb1 % u == 0 and self.kb2 % u == 0)
+
+    @property
+    def scale_words(self) -> int:
+        """fp32 words of scales a stage: one a row, then the two weight panels'."""
+        return self.tile_m + 8
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tile_m + TILE_N) * ROW_BYTES + self.scale_words * 4
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the stages: counts, offsets, task ring, row indices, barriers."""
+        return 4 * (2 * self.experts + 1) + SLOTS * 4 * (8 + self.tile_m) + 4 * self.tile_m + 512 + 1024
+
+    @property
+    def num_stages(self) -> int:
+        return self.stages if self.stages is not None else min(6, (SMEM_BYTES - self.fixed_bytes) // self.stage_bytes)
+
+    @property
+    def group(self) -> int:
+        # Two FC1 tasks for every CTA, one running and one fetched, lie between FC1 and FC2 of a group.
+        return max(1, -(-2 * self.sms // self.n1))
+
+    def max_blocks(self, tokens: int) -> int:
+        return regions.max_blocks(tokens, self.top_k, self.experts, self.tile_m)

@@ -1,0 +1,30 @@
+"""Compile and launch of the native-order kernel. Compilation needs no GPU."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from .config import NativeConfig
+from .native import NativeMoE
+
+ARCH = "sm_90a"
+ADDRESSES = (
+    "w13", "w2", "w13_scale", "w2_scale", "x", "x_scale", "ids", "topk_w", "b13", "b2", "mid_static", "control", "xq", "xs", "row_route", "mid",
+    "mid_scale", "stage", "out",
+)
+
+
+def compile_native(config: NativeConfig, options: str = ""):
+    """The compiled launcher of `config`: call it with `arguments(...)`."""
+    args = [Int64(1024)] * len(ADDRESSES)
+    return cute.compile[cute.GPUArch(ARCH)](
+        NativeMoE(config), *args, Int32(1), Int64(0), Int32(0), Int32(1), Int32(1), cuda.CUstream(0), **({"options": options} if options else {})
+    )
+
+
+def arguments(addresses, tokens, live, bank_bytes, grid, wait_ms, stream):
+    """Launch arguments in order; `addresses` maps names of ADDRESSES to integers (0 where unused)."""
+    return (
+        *[Int64(addresses.get(name, 0)) for name in ADDRESSES],
+        Int32(tokens), Int64(live), Int32(bank_bytes), Int32(grid), Int32(wait_ms), cuda.CUstream(stream),
+    )

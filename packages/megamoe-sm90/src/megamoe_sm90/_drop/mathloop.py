@@ -1,0 +1,119 @@
+"""The K loop of a math warpgroup: wgmma into 64 x 64 pieces, with block scales promoted every 128 of K from two temporaries in rotation.
+
+A step is one K block of one piece: four wgmma into a temporary. Step i + 1 is issued before step i is promoted (acc = fma(temp, row scale *
+panel scale, acc)), so a warpgroup keeps the tensor cores fed while it runs its own FMAs. Nothing may be in flight across the back edge of the
+loop: ptxas serialises every wgmma of a loop that reads a temporary issued in the previous iteration. So an iteration takes `k_unroll` K
+blocks and drains at its end. Without block scales the tensor cores accumulate over all of K.
+"""
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+TEMPS = 2
+
+
+class MathLoop:
+    """Mixin: `self.c` is the NativeConfig, `self.dtype` the operand type."""
+
+    def _mma(self, accumulate):
+        """A 64 x 64 MMA with a fixed accumulate flag: two constant atoms instead of one that is switched in the loop."""
+        major = cute.nvgpu.OperandMajorMode.K
+        mma = sm90.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (64, 64))
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+        return mma
+
+    def operands(self, sA, sB, scales, wg, warp, lane):
+        """Descriptors and registers of a warpgroup."""
+        c = self.c
+        fresh, more = self._mma(False), self._mma(True)
+        thr = fresh.get_slice(0)
+        if c.tile_m == 128:
+            block, pieces, row = wg, [0, 1, 2, 3], wg * 64
+        else:
+            block, pieces, row = 0, [wg, 2 + wg], 0
+        shape = thr.partition_shape_C((64, 64))
+        return SimpleNamespace(
+            fresh=fresh,
+            more=more,
+            a=fresh.make_fragment_A(thr.partition_A(cute.local_tile(sA, (64, c.block_k), (block, 0, None)))),
+            b=[fresh.make_fragment_B(thr.partition_B(cute.local_tile(sB, (64, c.block_k), (p, 0, None)))) for p in pieces],
+            accs=[cute.make_rmem_tensor(shape, Float32) for _ in range(c.pieces)],
+            temps=[cute.make_rmem_tensor(shape, Float32) for _ in range(TEMPS if c.block_scales else 0)],
+            scales=cute.make_tensor(scales, cute.make_layout((c.scale_words, c.num_stages))),
+            row=row + (warp % 4) * 16 + lane // 4,
+        )
+
+    @cute.jit
+    def release(self, empty, stage, lane):
+        if lane == 0:
+            cute.arch.mbarrier_arrive(empty + stage)
+
+    def _issue(self, mma, target, first, b, stage):
+        """Four wgmma over one K block of one piece."""
+        for kk in range(4):
+            atom = mma.fresh if first and kk == 0 else mma.more
+            cute.gemm(atom, target, mma.a[None, None, kk, stage], b[None, None, kk, stage], target)
+
+    def iteration(self, mma, full, empty, stage, phase, lane):
+        """`k_unroll` K blocks; returns the next (stage, phase)."""
+        if self.c.block_scales:
+            return self._promoted(mma, full, empty, stage, phase, lane)
+        return self._plain(mma, full, empty, stage, phase, lane)
+
+    def _finish(self, i, mma, panel, row, stages, empty, lane):
+        """Step i's wgmmas are complete: give the stage back if this was its last user, then promote."""
+        c = self.c
+        u, p = i // c.pieces, i % c.pieces
+        if p == c.pieces - 1:
+            self.release(empty, stages[u], lane)
+        acc, temp = mma.accs[p], mma.temps[i % TEMPS]
+        scale = [s * panel[u][p // (c.pieces // 2)] for s in row[u]]
+        for v in range(32):
+            acc[v] = cute.math.fma(temp[v], scale[(v // 2) % 2], acc[v])
+
+    def _promoted(self, mma, full, empty, stage, phase, lane):
+        c = self.c
+        steps = c.k_unroll * c.pieces
+        panel, row, stages = {}, {}, {}
+        for i in range(steps):
+            u, p = i // c.pieces, i % c.pieces
+            if p == 0:
+                stages[u] = stage
+                cute.arch.mbarrier_wait(full + stage, phase)
+                row[u] = (mma.scales[mma.row, stage], mma.scales[mma.row + 8, stage])
+                panel[u] = (mma.scales[c.tile_m, stage], mma.scales[c.tile_m + 1, stage])
+            warpgroup.fence()
+            self._issue(mma, mma.temps[i % TEMPS], True, mma.b[p], stage)
+            warpgroup.commit_group()
+            if p == c.pieces - 1:
+                stage, phase = self._advance(stage, phase, c.num_stages)
+            if i >= TEMPS - 1:
+                warpgroup.wait_group(TEMPS - 1)
+                self._finish(i - (TEMPS - 1), mma, panel, row, stages, empty, lane)
+        for j in range(TEMPS - 1):
+            warpgroup.wait_group(TEMPS - 2 - j)
+            self._finish(steps - (TEMPS - 1) + j, mma, panel, row, stages, empty, lane)
+        return stage, phase
+
+    def _plain(self, mma, full, empty, stage, phase, lane):
+        c = self.c
+        previous = None
+        for u in range(c.k_unroll):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            warpgroup.fence()
+            for p in range(c.pieces):
+                self._issue(mma, mma.accs[p], False, mma.b[p], stage)
+            warpgroup.commit_group()
+            if previous is not None:
+                warpgroup.wait_group(1)
+                self.release(empty, previous, lane)
+            previous = stage
+            stage, phase = self._advance(stage, phase, c.num_stages)
+        warpgroup.wait_group(0)
+        self.release(empty, previous, lane)
+        return stage, phase

@@ -1,0 +1,242 @@
+"""The fused MoE layer of one rank in native order: tokens on M, 256 weight rows on N, one persistent launch.
+
+Roles of a CTA (384 threads, one per SM): two math warpgroups (240 registers) and a producer warpgroup (24) with the weight loader,
+the scheduler and two row loaders. The math warpgroups first quantize activations and write the row lists of the CTA's experts; the
+weight loader streams meanwhile. See loaders.py, mathloop.py, epilogue.py and megamoe.device for the parts.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from megamoe.device import combine, deadline, launch, memory, quantize, regions, routing, stream
+
+from .config import MATH_WARPS, SLOTS, THREADS, TILE_N, NativeConfig
+from .epilogue import Epilogue
+from .loaders import ROW_WARPS, WORDS, Loaders
+from .mathloop import MathLoop
+
+MATH_THREADS = 32 * MATH_WARPS
+BAR_MATH = 1
+BAR_AMAX = 2
+
+
+class NativeMoE(Loaders, MathLoop, Epilogue):
+    """One configuration of the kernel. Tokens, addresses, grid and deadline are run-time values."""
+
+    def __init__(self, config: NativeConfig):
+        self.c = config
+        self.dtype = {"bf16": BFloat16, "fp8_tensor_e5m2": Float8E5M2}.get(config.fmt, Float8E4M3FN)
+
+    @cute.jit
+    def __call__(
+        self, w13: Int64, w2: Int64, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64, topk_w: Int64, b13: Int64,
+        b2: Int64, mid_static: Int64, control: Int64, xq: Int64, xs: Int64, row_route: Int64, mid: Int64, mid_scale: Int64, stage: Int64,
+        out: Int64, tokens: Int32, live: Int64, bank_bytes: Int32, grid: Int32, wait_ms: Int32, stream: cuda.CUstream,
+    ):
+        c = self.c
+        e, h, i, bk, stages = c.experts, c.hidden, c.intermediate, c.block_k, c.num_stages
+        p13 = cute.make_ptr(self.dtype, w13, cute.AddressSpace.gmem, assumed_align=16)
+        p2 = cute.make_ptr(self.dtype, w2, cute.AddressSpace.gmem, assumed_align=16)
+        # Gate and up rows of an expert are two slices: a partial last panel is cut off by the TMA unit in both.
+        m13 = cute.make_tensor(p13, cute.make_layout((i, h, 2 * e), stride=(h, 1, i * h)))
+        m2 = cute.make_tensor(p2, cute.make_layout((h, i, e), stride=(i, 1, h * i)))
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        la = cute.tile_to_shape(atom, (c.tile_m, bk, stages), order=(0, 1, 2))
+        lb = cute.tile_to_shape(atom, (TILE_N, bk, stages), order=(0, 1, 2))
+        lh = cute.tile_to_shape(atom, (TILE_N // 2, bk, 2 * stages), order=(0, 1, 2))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        t13, g13 = cpasync.make_tiled_tma_atom(load, m13, cute.select(lh, mode=[0, 1]), (TILE_N // 2, bk))
+        t2, g2 = cpasync.make_tiled_tma_atom(load, m2, cute.select(lh, mode=[0, 1]), (TILE_N // 2, bk))
+
+        @cute.struct
+        class Storage:
+            a: cute.struct.Align[cute.struct.MemRange[self.dtype, c.tile_m * bk * stages], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[self.dtype, TILE_N * bk * stages], 1024]
+            s: cute.struct.Align[cute.struct.MemRange[Float32, c.scale_words * stages], 16]
+            counts: cute.struct.MemRange[Int32, c.experts]
+            base: cute.struct.MemRange[Int32, c.experts + 1]
+            ring: cute.struct.MemRange[Int32, SLOTS * self.slot_words]
+            rows: cute.struct.MemRange[Int32, c.tile_m]
+            amax: cute.struct.MemRange[Float32, 256 if c.tile_m == 64 else 1]
+            cursor: cute.struct.MemRange[Int32, 1]
+            full: cute.struct.Align[cute.struct.MemRange[Int64, stages], 8]
+            empty: cute.struct.MemRange[Int64, stages]
+            tfull: cute.struct.MemRange[Int64, SLOTS]
+            tempty: cute.struct.MemRange[Int64, SLOTS]
+
+        self.storage = Storage
+        self.kernel(
+            t13, g13, t2, g2, la, lb, lh, w13_scale, w2_scale, x, x_scale, ids, topk_w, b13, b2, mid_static, control, xq, xs, row_route, mid,
+            mid_scale, stage, out, tokens, live, bank_bytes, wait_ms,
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self, t13: cute.CopyAtom, g13: cute.Tensor, t2: cute.CopyAtom, g2: cute.Tensor, la: cute.ComposedLayout, lb: cute.ComposedLayout,
+        lh: cute.ComposedLayout, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64, topk_w: Int64, b13: Int64, b2: Int64,
+        mid_static: Int64, control: Int64, xq: Int64, xs: Int64, row_route: Int64, mid: Int64, mid_scale: Int64, stage: Int64, out: Int64,
+        tokens: Int32, live: Int64, bank_bytes: Int32, wait_ms: Int32,
+    ):
+        c = self.c
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = cute.arch.make_warp_uniform(tidx // 128)
+        lane = tidx % 32
+
+        st = utils.SmemAllocator().allocate(self.storage)
+        full, empty, tfull, tempty = st.full.data_ptr(), st.empty.data_ptr(), st.tfull.data_ptr(), st.tempty.data_ptr()
+        counts, base, ring = st.counts.data_ptr(), st.base.data_ptr(), st.ring.data_ptr()
+        count = st.counts.get_tensor(cute.make_layout(c.experts))
+        cursor = st.cursor.get_tensor(cute.make_layout(1))
+        sA = st.a.get_tensor(la.outer, swizzle=la.inner)
+        sB = st.b.get_tensor(lb.outer, swizzle=lb.inner)
+        sBh = st.b.get_tensor(lh.outer, swizzle=lh.inner)
+        a_ptr, scale_ptr, rows, amax, cursor_ptr = st.a.data_ptr(), st.s.data_ptr(), st.rows.data_ptr(), st.amax.data_ptr(), st.cursor.data_ptr()
+
+        epoch = launch.epoch_of(control)
+        bank = launch.bank_of(control, epoch, bank_bytes)
+        list_ready = control + regions.BANKS + Int64(bank_bytes) * 2
+        if live != 0:
+            tokens = cutlass.min(tokens, memory.ld_i32(live))
+        routes = tokens * c.top_k
+
+        i = tidx
+        while i < c.experts:
+            count[i] = Int32(0)
+            i = i + THREADS
+        if warp == 0:
+            cpasync.prefetch_descriptor(t13)
+            cpasync.prefetch_descriptor(t2)
+            with cute.arch.elect_one():
+                for s in cutlass.range_constexpr(c.num_stages):
+                    cute.arch.mbarrier_init(full + s, 1 + ROW_WARPS)
+                    cute.arch.mbarrier_init(empty + s, MATH_WARPS)
+                for s in cutlass.range_constexpr(SLOTS):
+                    cute.arch.mbarrier_init(tfull + s, 1)
+                    cute.arch.mbarrier_init(tempty + s, 1 + ROW_WARPS + MATH_WARPS)
+                cursor[0] = Int32(0)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        routing.count_routes(ids, routes, c.experts, c.ids64, counts, control, tidx, THREADS)
+        cute.arch.sync_threads()
+        if warp == 0:
+            routing.block_prefix(counts, base, c.experts, c.tile_m, lane)
+        cute.arch.sync_threads()
+
+        # setmaxnreg takes effect only where each role is one branch of a single if / else.
+        if wg == 2:
+            cute.arch.setmaxregister_decrease(24)
+            if warp == MATH_WARPS:
+                self.load_weights(t13, g13, t2, g2, sBh, full, empty, ring, tfull, tempty, lane)
+            elif warp == MATH_WARPS + 1:
+                self.schedule(control, bank, ring, tfull, tempty, counts, base, bidx, grid, lane)
+            else:
+                rows_x, rows_s = x, x_scale
+                if cutlass.const_expr(c.quantize):
+                    rows_x, rows_s = xq, xs
+                self.load_rows(
+                    rows_x, rows_s, mid, mid_scale, w13_scale, w2_scale, row_route, control, bank, list_ready, routes, epoch, grid, wait_ms,
+                    memory.shared_address(a_ptr), memory.shared_address(scale_ptr), rows, full, empty, ring,
+                    tfull, tempty, warp - (MATH_WARPS + 2), lane,
+                )
+        else:
+            cute.arch.setmaxregister_increase(240)
+            launch.clear_next_bank(control, epoch, bank_bytes, bidx * MATH_THREADS + tidx, grid * MATH_THREADS)
+            if cutlass.const_expr(c.quantize):
+                static = Float32(1.0)
+                if cutlass.const_expr(not c.block_scales):
+                    static = memory.ld_f32(x_scale)
+                quantize.quantize_rows(
+                    x, xq, xs, static, tokens, c.hidden, c.block_scales, c.e5m2, bidx * MATH_WARPS + warp, grid * MATH_WARPS, lane
+                )
+                cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
+                if tidx == 0:
+                    memory.red_release(bank + regions.QUANTIZED, Int32(1))
+            routing.build_lists(
+                ids, routes, c.experts, c.ids64, c.tile_m, counts, base, cursor_ptr, row_route, list_ready, epoch, bidx, grid,
+                tidx, MATH_THREADS, BAR_MATH,
+            )
+            self.math(
+                sA, sB, scale_ptr, amax, full, empty, ring, tfull, tempty, wg, warp, tidx, x_scale, w13_scale, w2_scale, b13, b2, topk_w,
+                mid_static, mid, mid_scale, stage, bank,
+            )
+            cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
+            if tidx == 0:
+                memory.red_release(bank + regions.FINISHED, Int32(1))
+            if warp == 0:
+                deadline.wait_ge(bank + regions.FINISHED, grid, control, regions.SITE_END, Int32(0), wait_ms)
+            cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
+            combine.sum_rows(
+                stage, ids, topk_w, out, tokens, c.experts, c.top_k, c.hidden, c.ids64, not c.early, bidx * MATH_WARPS + warp, grid * MATH_WARPS, lane
+            )
+            if tidx == 0:
+                launch.leave(control, grid)
+
+    @cute.jit
+    def math(
+        self, sA, sB, scales, amax_ptr, full, empty, ring, tfull, tempty, wg, warp, tidx, x_scale, w13_scale, w2_scale, b13, b2, topk_w,
+        mid_static, mid, mid_scale, stage_out, bank,
+    ):
+        """The math warpgroups' walk over the tasks."""
+        c = self.c
+        lane = tidx % 32
+        words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
+        exchanged = cute.make_tensor(amax_ptr, cute.make_layout((64, 2, 2)))
+        mma = self.operands(sA, sB, scales, wg, warp, lane)
+        first = wg * 64 if cutlass.const_expr(c.tile_m == 128) else Int32(0)
+        row = first + (warp % 4) * 16 + lane // 4
+        slot = Int32(0)
+        tphase = Int32(0)
+        stage = Int32(0)
+        phase = Int32(0)
+        flip = Int32(0)
+        kind = Int32(0)
+        while kind != stream.END:
+            cute.arch.mbarrier_wait(tfull + slot, tphase)
+            kind = cute.arch.make_warp_uniform(words[slot * self.slot_words])
+            valid = cute.arch.make_warp_uniform(words[slot * self.slot_words + 4])
+            if kind != stream.END:
+                blocks = Int32(c.kb2)
+                if kind == stream.FC1:
+                    blocks = Int32(c.kb1)
+                if valid > first:
+                    for p in cutlass.range_constexpr(c.pieces):
+                        mma.accs[p].fill(0.0)
+                    for kg in cutlass.range(blocks // c.k_unroll, unroll=1):
+                        stage, phase = self.iteration(mma, full, empty, stage, phase, lane)
+                    at = slot * self.slot_words
+                    routes = cute.make_tensor(ring + (at + WORDS), cute.make_layout(c.tile_m))
+                    e, n, pool = words[at + 1], words[at + 2], words[at + 3]
+                    if kind == stream.FC1:
+                        def exchange(own):
+                            return self.exchange_amax(own, exchanged, flip, row, wg, lane)
+
+                        self.fc1(mma.accs, e, n, pool, valid, routes, row, wg, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, exchange)
+                        flip = flip ^ 1
+                    else:
+                        self.fc2(mma.accs, e, n, valid, routes, row, wg, lane, mid_static, w2_scale, b2, stage_out)
+                else:
+                    # No row of this warpgroup is in use: only give the stages back.
+                    for kb in cutlass.range(blocks, unroll=1):
+                        cute.arch.mbarrier_wait(full + stage, phase)
+                        self.release(empty, stage, lane)
+                        stage, phase = self._advance(stage, phase, c.num_stages)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    if kind == stream.FC1:
+                        memory.red_release(bank + regions.FC1_DONE + Int64(words[slot * self.slot_words + 5]) * 4, Int32(1))
+                    cute.arch.mbarrier_arrive(tempty + slot)
+            slot, tphase = self._advance(slot, tphase, SLOTS)
+
+    def exchange_amax(self, own, exchanged, flip, row, wg, lane):
+        """With a 64-row tile each warpgroup has half of a row's 128 channels: the maximum over both."""
+        for r in range(2):
+            exchanged[row + 8 * r, wg, flip] = own[r]  # the four lanes of a quad write the same value
+        cute.arch.barrier(barrier_id=BAR_AMAX, number_of_threads=MATH_THREADS)
+        return [quantize.max_nan(own[r], exchanged[row + 8 * r, 1 - wg, flip]) for r in range(2)]

@@ -1,0 +1,202 @@
+"""What one compiled swap-order kernel is: sizes, format, knobs with their legal values, and the memory it needs. Plain Python."""
+
+from dataclasses import dataclass
+
+FORMATS = ("fp8_block128", "fp8_tensor", "fp8_tensor_e5m2", "bf16")
+TOKEN_TILES = (8, 16, 32, 64, 128)
+SMEM_LIMIT = 232448
+STAGE_BYTES = 128 * 128
+"""One ring stage: 128 weight rows of 128 bytes of K."""
+
+# Byte offsets in the control block. The first four words and the record are laid out as in the native kernel.
+EPOCH, STARTED, ABORT, STICKY = 0, 4, 8, 12
+RECORD = 64
+BANKS = 256
+BANK_TILES = 128
+"""Inside a bank: word 0 counts quantized pieces of activations, words from here on the FC2 tiles done of each block of 128 output columns."""
+
+# Wait sites in the error record.
+SITE_ACTIVATIONS, SITE_MID, SITE_PARTIAL, SITE_ROWS = 11, 12, 13, 14
+
+
+def _up(value: int, to: int) -> int:
+    return (value + to - 1) // to * to
+
+
+@dataclass(frozen=True)
+class SwapConfig:
+    """Weights on M, tokens on N. Every field is a compile-time constant; the token count is not.
+
+    Attributes:
+        fmt: one of FORMATS.
+        experts, top_k, hidden, intermediate: of this rank; ``intermediate`` is the width after the activation.
+        max_tokens: most tokens of one call. Routing of the whole call is computed in the shared memory of every CTA, so tokens * top_k <= 4096.
+        token_tile: tokens of one MMA, one of TOKEN_TILES. An expert with more tokens than this reads its weights once for each tile of them.
+        stages: weight ring depth, at least 4 (None: what shared memory allows).
+        token_stages: token ring depth, at least 2 (None: derived).
+        act_bf16: x is bf16 and is quantized in the launch; otherwise x comes in the format's type, with x_scale.
+        limit, alpha, up_bias: the activation. bias13, bias2: expert biases present. early: routing weight applied before re-quantization.
+        ids64: topk_ids are int64.
+    """
+
+    fmt: str
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    max_tokens: int
+    token_tile: int = 8
+    stages: int | None = None
+    token_stages: int | None = None
+    act_bf16: bool = True
+    limit: float | None = None
+    alpha: float = 1.0
+    up_bias: float = 0.0
+    bias13: bool = False
+    bias2: bool = False
+    early: bool = False
+    ids64: bool = False
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.fmt not in FORMATS:
+            faults.append(f"fmt={self.fmt!r}; allowed: {', '.join(FORMATS)}")
+        if self.token_tile not in TOKEN_TILES:
+            faults.append(f"token_tile={self.token_tile}; allowed: {TOKEN_TILES}")
+        grain = 128 if self.fmt == "fp8_block128" else 64
+        for name in ("hidden", "intermediate"):
+            if getattr(self, name) <= 0 or getattr(self, name) % grain:
+                faults.append(f"{name}={getattr(self, name)}; allowed: multiples of {grain} for {self.fmt}")
+        if not 1 <= self.experts <= 512:
+            faults.append(f"experts={self.experts}; allowed: 1 to 512")
+        if not 1 <= self.top_k <= 32:
+            faults.append(f"top_k={self.top_k}; allowed: 1 to 32")
+        if not 1 <= self.max_tokens * self.top_k <= 4096:
+            faults.append(f"max_tokens={self.max_tokens}; allowed: 1 to {4096 // max(1, self.top_k)} with top_k={self.top_k}")
+        if self.bias2 and self.early:
+            faults.append("bias2 with early; an output bias needs the late routing weight")
+        if not faults:
+            if self.token_stages is None:
+                object.__setattr__(self, "token_stages", {8: 8, 16: 8, 32: 6, 64: 4, 128: 3}[self.token_tile])
+            if self.token_stages < 2:
+                faults.append(f"token_stages={self.token_stages}; allowed: 2 and more")
+            room = (SMEM_LIMIT - self.fixed_bytes) // (STAGE_BYTES + 20)
+            if self.stages is None:
+                object.__setattr__(self, "stages", min(room, 16))
+            if not 4 <= self.stages <= room:
+                faults.append(f"stages={self.stages}; allowed: 4 to {room} beside {self.fixed_bytes} other bytes of shared memory")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    # ------------------------------------------------------------ derived sizes
+    @property
+    def scaled(self) -> bool:
+        return self.fmt == "fp8_block128"
+
+    @property
+    def elem(self) -> int:
+        """Bytes of one weight or activation element."""
+        return 2 if self.fmt == "bf16" else 1
+
+    @property
+    def bk(self) -> int:
+        """Elements of one K block (128 bytes)."""
+        return 128 // self.elem
+
+    @property
+    def k1(self) -> int:
+        """K blocks of FC1."""
+        return -(-self.hidden // self.bk)
+
+    @property
+    def k2(self) -> int:
+        """K blocks of FC2."""
+        return -(-self.intermediate // self.bk)
+
+    @property
+    def tiles1(self) -> int:
+        """FC1 tiles (128 mid channels: 128 gate and 128 up rows) of an expert."""
+        return -(-self.intermediate // 128)
+
+    @property
+    def tiles2(self) -> int:
+        """FC2 tiles (128 output columns) of an expert."""
+        return -(-self.hidden // 128)
+
+    @property
+    def routes(self) -> int:
+        return self.max_tokens * self.top_k
+
+    @property
+    def rows(self) -> int:
+        """Pool rows: every expert starts at a multiple of 8."""
+        return _up(self.routes + 7 * min(self.experts, self.routes), 8)
+
+    @property
+    def blocks(self) -> int:
+        """Most (expert, token tile) pairs of one call."""
+        return min(self.experts, self.routes) + self.routes // self.token_tile
+
+    @property
+    def box_rows(self) -> int:
+        """Token rows of one TMA box: a tile is loaded in at most 4 of them, only as many as hold tokens (at most 4 for tiles above 8)."""
+        return max(8, self.token_tile // 4)
+
+    @property
+    def out_cols(self) -> int:
+        """Tokens of one pass of the bf16 epilogue through shared memory."""
+        return min(self.token_tile, 64)
+
+    @property
+    def epilogue_bytes(self) -> int:
+        return max(self.out_cols * (256 + 16), self.token_tile * (128 + 16) if self.elem == 1 else 0)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the weight ring."""
+        token = self.token_stages * (self.token_tile * 128 + (self.token_tile * 4 if self.scaled else 0) + 16)
+        routing = 4 * (self.routes + 2 * self.experts + 2 * self.blocks + (self.rows if self.early else 0) + 8)
+        return 1024 + token + self.epilogue_bytes + self.token_tile * 32 + routing + 512
+
+    # ------------------------------------------------------------ global memory
+    @property
+    def bank_bytes(self) -> int:
+        return _up(BANK_TILES + 4 * self.tiles2, 128)
+
+    @property
+    def tags(self) -> int:
+        """Offset of the epoch tags: mid blocks [blocks][tiles1], then partial sums [CTA][2]. Independent of the token tile."""
+        return BANKS + 2 * self.bank_bytes
+
+    def control_bytes(self, ctas: int) -> int:
+        """Zeroed once by the host, and again after an abort. Variants that differ in token_tile, stages and max_tokens may share one block (the largest)."""
+        return _up(self.tags + 4 * self.blocks * self.tiles1 + 8 * ctas, 256)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Partial sums of one CTA: one FC1 tile (gate and up) and one FC2 tile, fp32."""
+        return 3 * 128 * self.token_tile * 4
+
+    def scratch_regions(self, ctas: int) -> dict[str, tuple[int, int]]:
+        """Name -> (offset, bytes), in the order of the kernel's arguments. Any content is fine; variants may share one block (the largest)."""
+        sizes = {
+            "xq": self.rows * self.hidden * self.elem,
+            "xs": self.rows * self.k1 * 4 if self.scaled else 0,
+            "partial": ctas * self.partial_bytes,
+            "mid": self.rows * self.intermediate * self.elem,
+            "mid_scale": self.rows * self.k2 * 4 if self.scaled else 0,
+            "stage": self.rows * self.hidden * 2,
+        }
+        regions, at = {}, 0
+        for name, size in sizes.items():
+            regions[name] = (at, size)
+            at += _up(size, 256)
+        return regions
+
+    def scratch_bytes(self, ctas: int) -> int:
+        return sum(_up(size, 256) for _, size in self.scratch_regions(ctas).values())
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, an upper bound."""
+        return self.fixed_bytes + self.stages * (STAGE_BYTES + 20)

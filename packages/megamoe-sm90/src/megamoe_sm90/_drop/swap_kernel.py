@@ -1,0 +1,210 @@
+"""The fused expert layer of one rank for few tokens per expert: weights on M, tokens on N, one persistent launch.
+
+384 threads a CTA: two math warpgroups and a load warpgroup (warp 8 weights, warp 9 tokens). Every CTA computes the whole routing by itself,
+then takes the same contiguous share (stream-K) of all FC1 K blocks and after them of all FC2 K blocks. The weight warp knows its whole
+sequence from the routing alone and runs a full ring ahead: at the start while activations are quantized, and at the change from FC1 to FC2
+while `mid` is finished. Partial tiles are summed in ascending K by the CTA that has the first K block, so bytes repeat.
+Global words that are waited for are epoch tags or counters of a bank that the next launch's predecessor zeroes: the host zeroes nothing.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from megamoe.device import memory
+
+from megamoe_sm90._drop import swap_config as layout
+from megamoe_sm90._drop.swap_config import SwapConfig
+from megamoe_sm90._drop.swap_epilogue import DTYPES, SwapEpilogue
+from megamoe_sm90._drop.swap_feed import SwapFeed
+from megamoe_sm90._drop.swap_math import SwapMath
+from megamoe_sm90._drop.swap_routing import SwapRouting
+
+THREADS = 384
+MATH_WARPS = 8
+WEIGHT_WARP, TOKEN_WARP, EPOCH_WARP = 8, 9, 10
+
+
+class Context:
+    """What every role reads: addresses, shared arrays, sizes of the call. Written at the top of the kernel only, before the roles part."""
+
+    def set(self, **values):
+        self.__dict__.update(values)
+
+
+class SwapKernel(SwapRouting, SwapFeed, SwapMath, SwapEpilogue):
+    """One compiled variant; see SwapConfig for what is constant."""
+
+    def __init__(self, cfg: SwapConfig):
+        self.cfg = cfg
+        self.dtype = DTYPES[cfg.fmt]
+        self.cx = Context()
+
+    # ---------------------------------------------------------------- host side
+    @cute.jit
+    def __call__(self, w13: Int64, w2: Int64, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64, topk_w: Int64,
+                 b13: Int64, b2: Int64, mid_static: Int64, control: Int64, xq: Int64, xs: Int64, partial: Int64, mid: Int64, mid_scale: Int64,
+                 stage: Int64, out: Int64, tokens: Int32, live: Int64, grid: Int32, deadline_ns: Int64, stream: cuda.CUstream):
+        """Addresses (0 where unused), then sizes. The arguments and their order are the native kernel's, with `partial` for `row_route`."""
+        cfg = self.cfg
+        e, h, i, rows, nt = cfg.experts, cfg.hidden, cfg.intermediate, cfg.rows, cfg.token_tile
+
+        def matrix(address, dtype, m, k):
+            return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout((m, k), stride=(k, 1)))
+
+        def planes(address, k):
+            return cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout((rows, k), stride=(1, rows)))
+
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        lw = cute.tile_to_shape(atom, (128, cfg.bk, cfg.stages), order=(0, 1, 2))
+        lt = cute.tile_to_shape(atom, (nt, cfg.bk, cfg.token_stages), order=(0, 1, 2))
+        lbox = cute.tile_to_shape(atom, (cfg.box_rows, cfg.bk), order=(0, 1))
+        ls = cute.make_layout((nt, 1, cfg.token_stages), stride=(1, nt, nt))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+
+        def tma(tensor, box, tile):
+            return cpasync.make_tiled_tma_atom(load, tensor, box, tile)
+
+        weights = cute.select(lw, mode=[0, 1])
+        t13, g13 = tma(matrix(w13, self.dtype, e * 2 * i, h), weights, (128, cfg.bk))
+        t2, g2 = tma(matrix(w2, self.dtype, e * h, i), weights, (128, cfg.bk))
+        tx, gx = tma(matrix(xq, self.dtype, rows, h), lbox, (cfg.box_rows, cfg.bk))
+        tm, gm = tma(matrix(mid, self.dtype, rows, i), lbox, (cfg.box_rows, cfg.bk))
+        txs, gxs, tms, gms = tx, gx, tm, gm
+        if cutlass.const_expr(cfg.scaled):
+            scales = cute.select(ls, mode=[0, 1])
+            txs, gxs = tma(planes(xs, cfg.k1), scales, (nt, 1))
+            tms, gms = tma(planes(mid_scale, cfg.k2), scales, (nt, 1))
+
+        @cute.struct
+        class Storage:
+            w: cute.struct.Align[cute.struct.MemRange[self.dtype, 128 * cfg.bk * cfg.stages], 1024]
+            t: cute.struct.Align[cute.struct.MemRange[self.dtype, nt * cfg.bk * cfg.token_stages], 1024]
+            ts: cute.struct.Align[cute.struct.MemRange[Float32, nt * cfg.token_stages if cfg.scaled else 4], 128]
+            out: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.epilogue_bytes], 16]
+            amax: cute.struct.Align[cute.struct.MemRange[Float32, nt * 8], 16]
+            w_full: cute.struct.MemRange[Int64, cfg.stages]
+            w_empty: cute.struct.MemRange[Int64, cfg.stages]
+            t_full: cute.struct.MemRange[Int64, cfg.token_stages]
+            t_empty: cute.struct.MemRange[Int64, cfg.token_stages]
+            ws: cute.struct.MemRange[Float32, cfg.stages]
+            route: cute.struct.MemRange[Int32, cfg.routes]
+            count: cute.struct.MemRange[Int32, cfg.experts]
+            base: cute.struct.MemRange[Int32, cfg.experts]
+            block_info: cute.struct.MemRange[Int32, cfg.blocks]
+            block_row: cute.struct.MemRange[Int32, cfg.blocks]
+            row_weight: cute.struct.MemRange[Float32, cfg.rows if cfg.early else 4]
+            misc: cute.struct.MemRange[Int32, 4]
+
+        self.storage = Storage
+        self.kernel(t13, g13, t2, g2, tx, gx, txs, gxs, tm, gm, tms, gms, lw, lt, ls, w13_scale, w2_scale, x, x_scale, ids, topk_w, b13, b2, mid_static,
+                    control, xq, xs, partial, mid, mid_scale, stage, out, tokens, live, Int32(deadline_ns >> 20)).launch(
+            grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+
+    # ---------------------------------------------------------------- device side
+    @cute.kernel
+    def kernel(self, t13: cute.CopyAtom, g13: cute.Tensor, t2: cute.CopyAtom, g2: cute.Tensor, tx: cute.CopyAtom, gx: cute.Tensor,
+               txs: cute.CopyAtom, gxs: cute.Tensor, tm: cute.CopyAtom, gm: cute.Tensor, tms: cute.CopyAtom, gms: cute.Tensor,
+               lw: cute.ComposedLayout, lt: cute.ComposedLayout, ls: cute.Layout, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64,
+               topk_w: Int64, b13: Int64, b2: Int64, mid_static: Int64, control: Int64, xq: Int64, xs: Int64, partial: Int64, mid: Int64,
+               mid_scale: Int64, stage: Int64, out: Int64, tokens: Int32, live: Int64, deadline: Int32):
+        cfg = self.cfg
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        gdim, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = cute.arch.make_warp_uniform(tidx // 128)
+        lane = tidx % 32
+        st = utils.SmemAllocator().allocate(self.storage)
+        s_misc = st.misc.get_tensor(cute.make_layout(4))
+        cx = self.cx
+        cx.set(
+            tidx=tidx, cta=bidx, grid=gdim, warp=warp, wg=wg, lane=lane, deadline=deadline, control=control, ids=ids, topk_w=topk_w, b13=b13, b2=b2,
+            w13_scale=w13_scale, w2_scale=w2_scale, x=x, x_scale=x_scale, mid_static=mid_static, out=out,
+            xq=xq, xs=xs, mid=mid, mid_scale=mid_scale, stage=stage, partial=partial,
+            tma_w13=t13, g_w13=g13, tma_w2=t2, g_w2=g2, tma_x=tx, g_x=gx, tma_xs=txs, g_xs=gxs, tma_m=tm, g_m=gm, tma_ms=tms, g_ms=gms,
+            s_w=st.w.get_tensor(lw.outer, swizzle=lw.inner), s_t=st.t.get_tensor(lt.outer, swizzle=lt.inner),
+            s_ts=st.ts.get_tensor(ls) if cfg.scaled else None, s_ws=st.ws.get_tensor(cute.make_layout(cfg.stages)), out_bytes=st.out.data_ptr(),
+            amax=st.amax.get_tensor(cute.make_layout((cfg.token_tile, 8), stride=(8, 1))),
+            w_full=st.w_full.data_ptr(), w_empty=st.w_empty.data_ptr(), t_full=st.t_full.data_ptr(), t_empty=st.t_empty.data_ptr(),
+            route=st.route.get_tensor(cute.make_layout(cfg.routes)), count=st.count.get_tensor(cute.make_layout(cfg.experts)),
+            base=st.base.get_tensor(cute.make_layout(cfg.experts)), block_info=st.block_info.get_tensor(cute.make_layout(cfg.blocks)),
+            block_row=st.block_row.get_tensor(cute.make_layout(cfg.blocks)),
+            row_weight=st.row_weight.get_tensor(cute.make_layout(cfg.rows)) if cfg.early else None, misc=s_misc)
+
+        if live != 0:
+            tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
+        routes = tokens * cfg.top_k
+        if warp == EPOCH_WARP:
+            if lane == 0:
+                epoch = memory.ld_relaxed(control + layout.EPOCH)
+                s_misc[1] = epoch
+                # All CTAs have read the epoch when the last one arrives, which then advances it for the next launch.
+                if memory.add_acq_rel(control + layout.STARTED, Int32(1)) == gdim - 1:
+                    memory.st_i32(control + layout.STARTED, Int32(0))
+                    memory.st_i32(control + layout.EPOCH, epoch + 1)
+        if warp == WEIGHT_WARP:
+            for atom in (t13, t2, tx, tm) + ((txs, tms) if cfg.scaled else ()):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for s in cutlass.range_constexpr(cfg.stages):
+                    # With block scales the scale's own copy arrives beside the TMA.
+                    cute.arch.mbarrier_init(cx.w_full + s, 2 if cfg.scaled else 1)
+                    cute.arch.mbarrier_init(cx.w_empty + s, MATH_WARPS)
+                for s in cutlass.range_constexpr(cfg.token_stages):
+                    cute.arch.mbarrier_init(cx.t_full + s, 1)
+                    cute.arch.mbarrier_init(cx.t_empty + s, MATH_WARPS)
+            cute.arch.mbarrier_init_fence()
+        self.load_ids(tidx, routes)
+        cute.arch.sync_threads()
+        if warp == WEIGHT_WARP:
+            self.count_and_place(lane, routes)
+        cute.arch.sync_threads()
+
+        blocks = s_misc[0]
+        epoch = s_misc[1]
+        cx.set(tokens=tokens, blocks=blocks, units1=blocks * (cfg.tiles1 * cfg.k1), units2=blocks * (cfg.tiles2 * cfg.k2),
+               pieces=tokens * (-(-cfg.hidden // 512)), tag=epoch + 1, bank=control + layout.BANKS + Int64(epoch & 1) * cfg.bank_bytes)
+        mma0, mma1 = self.mma(False), self.mma(True)
+        thr = mma0.get_slice(0)
+        cx.set(mma0=mma0, mma1=mma1, t_a=mma0.make_fragment_A(thr.partition_A(cute.local_tile(cx.s_w, (64, cfg.bk), (wg, 0, None)))),
+               t_b=mma0.make_fragment_B(thr.partition_B(cx.s_t)))
+        # setmaxnreg takes effect only where each role is one branch of a single if / else.
+        if wg == 2:
+            cute.arch.setmaxregister_decrease(24)
+            if warp == WEIGHT_WARP:
+                self.feed_weights(lane)
+            if warp == TOKEN_WARP:
+                self.feed_tokens(lane)
+            if warp == EPOCH_WARP:
+                self.clear_next_bank(epoch, lane)
+        else:
+            cute.arch.setmaxregister_increase(240)
+            self.resolve_rows(tidx, routes)
+            self.math_barrier()
+            self.place_activations()
+            w_stage, w_phase, t_stage, t_phase = self.run_phase(0, Int32(0), Int32(0), Int32(0), Int32(0))
+            self.run_phase(1, w_stage, w_phase, t_stage, t_phase)
+            self.sum_rows()
+
+    @cute.jit
+    def clear_next_bank(self, epoch: Int32, lane: Int32):
+        """CTA 0: the bank of the next launch, which nobody touches during this one."""
+        base = self.cx.control + layout.BANKS + Int64((epoch + 1) & 1) * self.cfg.bank_bytes
+        i = self.cx.cta * 32 + lane
+        while i < self.cfg.bank_bytes // 4:
+            memory.st_i32(base + Int64(i) * 4, Int32(0))
+            i = i + 32 * self.cx.grid
+
+
+def kernel_and_args(cfg: SwapConfig):
+    """The jit object and example arguments for a compilation, which needs no GPU."""
+    return SwapKernel(cfg), (*[Int64(0)] * 19, Int32(1), Int64(0), Int32(1), Int64(0), cuda.CUstream(0))
+
+
+def compile_swap(cfg: SwapConfig):
+    """Compile one variant for sm_90a; needs no GPU. The result takes the arguments of SwapKernel.__call__."""
+    kernel, args = kernel_and_args(cfg)
+    return cute.compile[cute.GPUArch("sm_90a")](kernel, *args)
