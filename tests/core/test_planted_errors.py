@@ -1,4 +1,4 @@
-"""An error planted in the formats or in the reference backend shows in the oracle's judgement, because the oracle shares no code with them."""
+"""An error planted in the formats or in the reference backend shows in the oracle's judgement: the oracle shares no code with them."""
 
 import pytest
 import torch
