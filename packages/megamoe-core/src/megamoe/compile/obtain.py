@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import tempfile
 import threading
 import time
@@ -15,8 +14,8 @@ from typing import Any
 from megamoe.compile import sources, toolchain
 from megamoe.compile.request import KernelRequest
 from megamoe.compile.store import Entry, Store
+from megamoe.log import logger
 
-_LOG = logging.getLogger("megamoe.compile")
 _GUARD = threading.Lock()
 _LOADED: dict[str, Callable[..., Any]] = {}
 
@@ -63,14 +62,14 @@ def obtain(request: KernelRequest, store: Store | None = None) -> Obtained:
         try:
             held.enter_context(store.lock(digest))
         except OSError as error:
-            _LOG.warning("the compile cache cannot be written, so every process compiles for itself: %s", error)
+            logger().warning("the compile cache cannot be written, so every process compiles for itself: %s", error)
         entry = store.load(digest)  # another process may have compiled it while this one waited
         if entry:
             return _hit(request, entry)
         start = time.perf_counter()
         data = _compile(request, _entry_point(digest))
         seconds = time.perf_counter() - start
-        _LOG.info("compiled %s for %s in %.1f s", request.name, request.arch, seconds)
+        logger().info("compiled %s for %s in %.1f s", request.name, request.arch, seconds)
         _keep(request, store, digest, data, seconds)
         return Obtained(request, digest, data, hit=False, seconds=seconds)
 
@@ -82,7 +81,7 @@ def _hit(request: KernelRequest, entry: Entry) -> Obtained:
 def _keep(request: KernelRequest, store: Store, digest: str, data: bytes, seconds: float) -> None:
     if sources.fingerprint(request.packages) != sources.loaded(request.packages):
         # The compiler may have read a mixture of old and new files; under either fingerprint it would be wrong.
-        _LOG.warning("%s changed on disk while this process ran; the compiled kernel is not cached", ", ".join(request.packages))
+        logger().warning("%s changed on disk while this process ran; the compiled kernel is not cached", ", ".join(request.packages))
         return
     with contextlib.suppress(OSError):  # said already, when the lock was asked for
         store.save(digest, request.key(), data, seconds)

@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import time
 import uuid
@@ -20,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megamoe import env
-
-_LOG = logging.getLogger("megamoe.compile")
+from megamoe.log import logger
 
 LOCK_SECONDS = 600.0
 """How long a process waits for another one's compilation before it compiles for itself."""
@@ -68,7 +66,7 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _LOG.warning("damaged cache entry %s is compiled again: %s", digest, error)
+            logger().warning("damaged cache entry %s is compiled again: %s", digest, error)
             return None
 
     def save(self, digest: str, key: Mapping[str, object], data: bytes, seconds: float) -> Entry:
@@ -99,7 +97,7 @@ class Store:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        _LOG.warning("another process has held %s for %.0f s; compiling without it", handle.name, LOCK_SECONDS)
+                        logger().warning("another process has held %s for %.0f s; compiling without it", handle.name, LOCK_SECONDS)
                         break
                     time.sleep(0.02)
             yield  # closing the file gives the lock back

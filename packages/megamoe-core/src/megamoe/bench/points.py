@@ -1,0 +1,183 @@
+"""One point after another: operands once per shape and format, a check by the oracle, then all contestants in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megamoe.bench.contestants import FROM_BF16, OURS, Case, Runner, open_contestant
+from megamoe.bench.results import Point, commit
+from megamoe.bench.timing import measure
+from megamoe.bench.workloads import Inputs, Shape, make_inputs, make_weights
+from megamoe.errors import MegaMoEError
+from megamoe.log import logger
+from megamoe.testing import oracle
+
+if TYPE_CHECKING:
+    import torch
+
+    from megamoe.bench.roof import Roof
+    from megamoe.problem import MoEProblem
+    from megamoe.weights import ExpertWeights
+
+_L2_BYTES = 50 << 20
+_MOST_SETS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What to measure.
+
+    Attributes:
+        shapes, formats, tokens, routing: the workloads.
+        backend: megamoe's backend.
+        against: other contestants; the first peer that is one of them becomes the point's ``peer``.
+        launches, repeats, graph: see :func:`megamoe.bench.timing.measure`.
+        check_tokens: tokens of every point that the oracle recomputes; 0 measures without a check.
+        max_tokens: of the session; ``None`` is the largest of ``tokens``, so that a decode batch meets a prefill-sized session.
+        knobs: for the backend.
+    """
+
+    shapes: Sequence[Shape]
+    formats: Sequence[str]
+    tokens: Sequence[int]
+    routing: str
+    backend: str
+    against: Sequence[str] = ()
+    launches: int = 20
+    repeats: int = 5
+    graph: bool = False
+    check_tokens: int = 1
+    max_tokens: int | None = None
+    knobs: Mapping[str, object] | None = None
+    contestants: Sequence[str] = field(default=(OURS, FROM_BF16))
+
+
+def run(sweep: Sweep, roof: Roof) -> Iterator[Point]:
+    """Measure all points, shape by shape.
+
+    Raises:
+        MegaMoEError: the oracle rejects an output, or the backend cannot run the problem. A peer that fails is a warning.
+    """
+    import torch
+
+    version = commit()
+    for format in sweep.formats:
+        for shape in sweep.shapes:
+            generator = torch.Generator(device="cuda").manual_seed(0)
+            weights = make_weights(shape, format, generator)
+            problem = shape.problem(sweep.max_tokens or max(sweep.tokens), format)
+            case = Case(shape, problem, weights, sweep.backend, sweep.knobs)
+            names = tuple(n for n in sweep.contestants if n != FROM_BF16 or format != "bf16")
+            runners = {name: open_contestant(name, case) for name in names}
+            runners |= {name: runner for name in sweep.against if (runner := _open_other(name, case)) is not None}
+            try:
+                for tokens in sweep.tokens:
+                    yield _point(sweep, case, tokens, runners, roof, version)
+            finally:
+                for runner in runners.values():
+                    runner.close()
+                del runners, weights, case
+                torch.cuda.empty_cache()
+
+
+def _point(sweep: Sweep, case: Case, tokens: int, runners: Mapping[str, Runner], roof: Roof, version: str) -> Point:
+    import torch
+
+    shape, problem, weights, format = case.shape, case.problem, case.weights, case.problem.format
+    generator = torch.Generator(device="cuda").manual_seed(tokens)
+    first = make_inputs(shape, format, tokens, sweep.routing, weights.x_scale, generator)
+    # Launches over one set of inputs would find in L2 what the previous launch read; sets with other routes touch other weights.
+    bytes_read = first.touched * weights.w13[0].nbytes * 1.5 + first.x.nbytes
+    sets = [first, *(make_inputs(shape, format, tokens, sweep.routing, weights.x_scale, generator) for _ in range(_more_sets(bytes_read)))]
+    launches = _launches(runners, sets)
+    errors = [
+        _check(name, launches[name][0], first, operands, problem, weights, sweep.check_tokens)
+        for name in launches
+        if (operands := runners[name].operands(first)) is not None
+    ]
+    times = measure(launches, launches=sweep.launches, repeats=sweep.repeats, graph=sweep.graph)
+    ours = times[next(name for name in (OURS, FROM_BF16) if name in times)]
+    others = {name: times[name].ms for name in times if name not in (OURS, FROM_BF16)}
+    peer = next((name for name in others if name != "unfused"), None)
+    touched = sum(s.touched for s in sets) / len(sets)
+    operations = 2 * tokens * shape.top_k * shape.expert_elements
+    return Point(
+        shape=shape.name,
+        tokens=tokens,
+        format=format,
+        routing=sweep.routing,
+        ms=ours.ms,
+        spread=ours.spread,
+        floor_ms=roof.floor_ms(shape, format, tokens, touched),
+        touched=touched,
+        tflops=operations / ours.ms * 1e-9,
+        tb_s=touched * shape.expert_elements * weights.w13.element_size() / ours.ms * 1e-9,
+        rel_l2=max((error for error in errors if error is not None), default=None),
+        bf16_ms=times[FROM_BF16].ms if OURS in times and FROM_BF16 in times else None,
+        peer=peer,
+        peer_ms=others.get(peer) if peer else None,
+        others={name: ms for name, ms in others.items() if name != peer},
+        commit=version,
+        detail={name: facts for name in times if (facts := runners[name].facts())},
+    )
+
+
+def _more_sets(bytes_read: float) -> int:
+    return 0 if bytes_read > 2 * _L2_BYTES else _MOST_SETS - 1
+
+
+def _open_other(name: str, case: Case) -> Runner | None:
+    try:
+        return open_contestant(name, case)
+    except Exception as error:  # noqa: BLE001  a baseline or peer that cannot run here must not stop the measurement
+        logger().warning("%s cannot run %s %s: %s: %s", name, case.shape.name, case.problem.format, type(error).__name__, error)
+        return None
+
+
+def _launches(runners: Mapping[str, Runner], sets: Sequence[Inputs]) -> dict[str, list[Callable[[], object]]]:
+    """The calls of everyone who can run these inputs; only megamoe itself has to."""
+    import torch
+
+    found = {}
+    for name, runner in runners.items():
+        try:
+            found[name] = runner.launches(sets)
+            found[name][0]()
+            torch.cuda.synchronize()
+        except Exception as error:
+            if name in (OURS, FROM_BF16):
+                raise
+            found.pop(name, None)
+            logger().warning("%s fails on %d tokens: %s: %s", name, sets[0].x.shape[0], type(error).__name__, error)
+    return found
+
+
+def _check(
+    name: str,
+    launch: Callable[[], object],
+    inputs: Inputs,
+    operands: tuple[torch.Tensor, torch.Tensor | None],
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    most: int,
+) -> float | None:
+    """Run once into a poisoned output and let the oracle recompute ``most`` tokens, spread evenly; gives the relative L2 error."""
+    import torch
+
+    inputs.out.fill_(float("nan"))
+    launch()
+    where = f"{name}, {problem.format}, {problem.experts} experts of {problem.hidden} x {problem.intermediate}, {inputs.x.shape[0]} tokens"
+    if not torch.isfinite(inputs.out).all():
+        raise MegaMoEError(f"{where}: elements of the output are unwritten or not finite.", hint="megamoe check")
+    count = min(most, inputs.x.shape[0])
+    if not count:
+        return None
+    index = torch.linspace(0, inputs.x.shape[0] - 1, count, device=inputs.x.device).round().long()
+    x, scale = operands
+    want = oracle.compute(problem, weights, x[index], inputs.ids[index], inputs.weights[index], None if scale is None else scale[index])
+    verdict = oracle.judge(inputs.out[index], want, format=problem.format)
+    if not verdict.ok:
+        raise MegaMoEError(f"{where}: {verdict.text}.", hint="megamoe check")
+    return verdict.rel_l2

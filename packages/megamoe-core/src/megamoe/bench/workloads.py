@@ -1,0 +1,170 @@
+"""Shapes, token counts, routing patterns and random operands. Shapes are those of one rank of a published deployment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megamoe.errors import InvalidInput
+from megamoe.formats import describe
+from megamoe.problem import MoEProblem, SwiGLU
+from megamoe.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    import torch
+
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+"""Default sweep."""
+
+ROUTINGS = ("random", "balanced", "zipf", "few", "one")
+"""random: the best ``top_k`` of independent normal scores. balanced: every expert gets the same number of routes, but for one.
+zipf: experts drawn without replacement with weights 1 / rank. few: all tokens go to the same ``top_k`` experts.
+one: all routes go to one expert (repeated ids are separate routes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A layer as one rank sees it.
+
+    Attributes:
+        name: short name, as in result files.
+        experts: experts of this rank.
+        top_k: routes per token.
+        hidden, intermediate: widths; ``intermediate`` after the activation.
+        activation: the gated activation.
+    """
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    activation: SwiGLU = field(default_factory=lambda: SwiGLU(limit=10.0))
+
+    def problem(self, max_tokens: int, format: str) -> MoEProblem:
+        """The problem of one rank that holds exactly these experts."""
+        return MoEProblem(self.experts, self.top_k, self.hidden, self.intermediate, max_tokens, format, self.activation)
+
+    @property
+    def expert_elements(self) -> int:
+        """Weight elements of one expert, both matrices."""
+        return 3 * self.hidden * self.intermediate
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("dsv3", 32, 8, 7168, 2048),
+        Shape("dsv4", 96, 6, 7168, 3072),
+        Shape("qwen30b", 128, 8, 2048, 768),
+        Shape("qwen235b", 16, 8, 4096, 1536),
+        Shape("dsv4flash", 64, 6, 4096, 2048),
+        Shape("kimi-k2", 48, 8, 7168, 2048),
+        Shape("mixtral", 8, 2, 4096, 14336, SwiGLU()),
+        Shape("gpt-oss", 128, 4, 2880, 2880, SwiGLU(limit=7.0, alpha=1.702, up_bias=1.0)),
+    )
+}
+DEFAULT_SHAPES = ("dsv3", "dsv4", "qwen30b", "qwen235b")
+
+
+def shape(name: str) -> Shape:
+    """One shape.
+
+    Raises:
+        InvalidInput: no such shape; names the ones there are.
+    """
+    if name not in SHAPES:
+        raise InvalidInput(f"shape={name!r} is not a benchmark shape; allowed: {', '.join(SHAPES)}.", hint="pass one of these")
+    return SHAPES[name]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """One set of a call's arguments, on the device.
+
+    Attributes:
+        x: (tokens, hidden) bf16.
+        data, scale: the same quantized, as ``Session.run`` takes it; ``scale`` is ``None`` where the format has none.
+        ids: (tokens, top_k) int32.
+        weights: (tokens, top_k) float32.
+        out: (tokens, hidden) bf16, to be written.
+        touched: experts that get at least one route.
+    """
+
+    x: torch.Tensor
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+    touched: int
+
+
+def make_inputs(shape: Shape, format: str, tokens: int, routing: str, x_scale: float | None, generator: torch.Generator) -> Inputs:
+    """Random inputs on the generator's device: activations unit normal, routing weights positive with sum 1."""
+    import torch
+
+    from megamoe.formats import load
+
+    device = generator.device
+    x = torch.randn(tokens, shape.hidden, device=device, generator=generator).to(torch.bfloat16)
+    data, scale = load(format).quantize(x, static_scale=x_scale)
+    ids = make_ids(routing, tokens, shape.experts, shape.top_k, generator)
+    weights = torch.randn(tokens, shape.top_k, device=device, generator=generator).softmax(dim=1)
+    return Inputs(x, data, scale, ids, weights, torch.empty_like(x), int(torch.unique(ids).numel()))
+
+
+def make_ids(routing: str, tokens: int, experts: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
+    """(tokens, top_k) int32 expert ids of a routing pattern, see :data:`ROUTINGS`."""
+    import torch
+
+    device = generator.device
+    if routing == "random":
+        ids = torch.randn(tokens, experts, device=device, generator=generator).topk(top_k, dim=1).indices
+    elif routing == "balanced":
+        order = torch.randperm(experts, device=device, generator=generator)
+        ids = order[(torch.arange(tokens * top_k, device=device) % experts).view(tokens, top_k)]
+    elif routing == "zipf":
+        share = 1.0 / torch.arange(1, experts + 1, device=device)
+        ids = torch.multinomial(share.expand(max(tokens, 1), experts), top_k, generator=generator)[:tokens]
+    elif routing == "few":
+        ids = torch.randperm(experts, device=device, generator=generator)[:top_k].expand(tokens, top_k)
+    elif routing == "one":
+        ids = torch.randint(experts, (1, 1), device=device, generator=generator).expand(tokens, top_k)
+    else:
+        raise InvalidInput(f"routing={routing!r}; allowed: {', '.join(ROUTINGS)}.", hint="pass one of these")
+    return ids.to(torch.int32).contiguous()
+
+
+def make_weights(shape: Shape, format: str, generator: torch.Generator) -> ExpertWeights:
+    """Random experts in the format's own type on the generator's device, scaled so that every layer keeps the variance of its input.
+
+    Data are unit normal values rounded to the element type and scales vary by a factor of 3, so that a wrong scale shows.
+    """
+    import torch
+
+    from megamoe.formats.elements import TORCH_TYPE
+
+    info, device = describe(format), generator.device
+    experts, hidden, inter = shape.experts, shape.hidden, shape.intermediate
+    static = info.tensor_scale == "required"
+    if info.element == "e2m1" or info.scale == "e8m0":
+        raise InvalidInput(
+            f"format={format!r} has no benchmark operands yet; allowed: bf16, fp8_tensor, fp8_tensor_e5m2, fp8_block128.", hint=""
+        )
+
+    def matrix(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        data = torch.empty(experts, rows, columns, dtype=TORCH_TYPE[info.element], device=device)
+        gain = 1.0 if info.element != "bf16" else columns**-0.5
+        for expert in range(experts):  # one at a time bounds the float32 temporary
+            data[expert] = (torch.randn(rows, columns, device=device, generator=generator) * gain).to(data.dtype)
+        if info.element == "bf16":
+            return data, None
+        grid = (experts, -(-rows // info.block_rows), -(-columns // info.block_k)) if info.block_k else (experts,)
+        return data, (0.5 + torch.rand(grid, device=device, generator=generator)) * columns**-0.5
+
+    w13, w13_scale = matrix(2 * inter, hidden)
+    w2, w2_scale = matrix(hidden, inter)
+    # Static activation scales that saturate nothing: unit normal inputs stay below 6, what lies between the two GEMMs below 32.
+    x_scale, mid_scale = (6.0 / info.max_value, 32.0 / info.max_value) if static else (None, None)
+    return ExpertWeights(w13, w2, w13_scale=w13_scale, w2_scale=w2_scale, x_scale=x_scale, mid_scale=mid_scale)
