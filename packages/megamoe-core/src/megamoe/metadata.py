@@ -103,6 +103,8 @@ def first(name: str) -> reader.Distribution | None:
     # Several records of one distribution in one folder are left behind by interrupted or competing installers. File-system order must not
     # decide, so a wheel's record comes before a stray .egg-info, and a higher version before a lower one.
     together = [d for d in readable if _folder(d) == place]
+    if len(together) == 1:
+        return together[0]
     return max(together, key=lambda d: (d.read_text("METADATA") is not None, natural(_version(d))))
 
 
@@ -162,7 +164,7 @@ def _candidates() -> set[str]:
     for distribution in reader.distributions():
         stem = _stem(distribution)
         if stem in ARCH_WHEELS or ENTRY_POINT_GROUP in _read(distribution, "entry_points.txt"):
-            names.add(stem or normalize(distribution.metadata["Name"]))
+            names.add(stem or normalize(_field(distribution, "Name")))
     return names
 
 
@@ -182,7 +184,7 @@ def _identity(distribution: reader.Distribution, name: str = "") -> Distribution
     url = str(getattr(origin, "url", ""))
     editable = bool(getattr(getattr(origin, "dir_info", None), "editable", False))
     location = unquote(urlparse(url).path) if editable else _folder(distribution)
-    return Distribution(name or normalize(distribution.metadata["Name"]), _version(distribution), location, editable)
+    return Distribution(name or normalize(_field(distribution, "Name")), _version(distribution), location, editable)
 
 
 def _husk(name: str) -> Distribution:
@@ -191,7 +193,14 @@ def _husk(name: str) -> Distribution:
 
 
 def _version(distribution: reader.Distribution) -> str:
-    return distribution.metadata.get("Version") or "unknown"
+    return _field(distribution, "Version") or "unknown"
+
+
+def _field(distribution: reader.Distribution, name: str) -> str:
+    """One field of the metadata. Parsing all of them, with the description, would take most of the time of a look."""
+    head = (_read(distribution, "METADATA") or _read(distribution, "PKG-INFO")).partition("\n\n")[0]
+    found = re.search(rf"^{name}:(.*)$", head, re.MULTILINE | re.IGNORECASE)
+    return found[1].strip() if found else ""
 
 
 def _folder(distribution: reader.Distribution) -> str:
