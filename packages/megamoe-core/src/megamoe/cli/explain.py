@@ -77,10 +77,10 @@ def _choice(name: str | None, arch: str | None) -> tuple[str | None, str]:
         return _for_arch(arch)
     wish = env.requested_backend()
     try:
-        record = select.choose(wish)
+        record = select.choose()
     except MegaMoEError as error:
         return wish, str(error)
-    if wish:
+    if wish == record.name:
         return record.name, f"named by {env.BACKEND.name}"
     assert record.spec is not None
     return record.name, "made for the visible GPU" if record.spec.archs else "no GPU is visible"

@@ -113,12 +113,13 @@ class _Auditor:
         if symbol is None:
             yield self._missing(stated.module, stated.name)
             return
-        arguments = self._index.signature(symbol)
-        if arguments is None:
+        found = self._index.signature(symbol)
+        if found is None:
             yield self._fault(symbol, f"{stated.name} has no signature of its own", render(list(stated.parameters)), symbol.kind)
             return
-        for text, expected, found, line in differences(list(stated.parameters), parameters(arguments)):
-            yield self._fault(symbol, f"{stated.name}: {text}", expected, found, line)
+        home, arguments = found
+        for text, before, after, line in differences(list(stated.parameters), parameters(arguments)):
+            yield self._fault(home, f"{stated.name}: {text}", before, after, line)
 
     def _constant(self, stated: Constant) -> Iterator[Fault]:
         symbol = self._find(stated.module, stated.name)
@@ -151,6 +152,9 @@ class _Auditor:
         home = self._index.module(module)
         if home is None:
             return Fault(file or self._contract, line, f"module {module} is not in the drop", f"{module}.{name}", "no such module")
+        owner = self._find(module, name.rpartition(".")[0]) if "." in name else None
+        if owner is not None:
+            return self._fault(owner, f"{name} is not in {module}", name, "no such symbol")
         return Fault(file or str(self._tree / home.path), line, f"{name} is not in {module}", name, "no such symbol")
 
     def _fault(self, symbol: Symbol, text: str, expected: str, found: str, line: int = 0) -> Fault:

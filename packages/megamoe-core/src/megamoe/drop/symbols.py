@@ -115,16 +115,17 @@ class Index:
             raise NotConstant
         return self._evaluate(_assigned(symbol.node, symbol.name), symbol, depth)
 
-    def signature(self, symbol: Symbol) -> ast.arguments | None:
-        """The parameters of a function, or of what constructs a class; ``None`` when it cannot be told."""
+    def signature(self, symbol: Symbol) -> tuple[Symbol, ast.arguments] | None:
+        """The parameters of a function, or of what constructs a class, and where they stand; ``None`` when it cannot be told."""
         if isinstance(symbol.node, ast.FunctionDef | ast.AsyncFunctionDef):
-            return symbol.node.args
+            return symbol, symbol.node.args
         if not isinstance(symbol.node, ast.ClassDef):
             return None
         init = self._member(symbol, "__init__", _DEPTH)
         if init is not None and isinstance(init.node, ast.FunctionDef):
-            return init.node.args
-        return self._dataclass_init(symbol)
+            return init, init.node.args
+        generated = self._dataclass_init(symbol)
+        return None if generated is None else (symbol, generated)
 
     def _in_module(self, module: Module, name: str, depth: int) -> Symbol | None:
         found = None

@@ -225,8 +225,6 @@ def _staged(package: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
     """A folder to write the new state into, and the call that puts it in place; on any error the old state comes back."""
     stage = package / _STAGE
     new, old = stage / "new", stage / "old"
-    new.mkdir(parents=True)
-    old.mkdir()
 
     moved: list[tuple[Path, Path]] = []
 
@@ -237,7 +235,10 @@ def _staged(package: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
                     source.rename(target)
                     moved.append((source, target))
 
+    stage.mkdir()
     try:
+        new.mkdir()
+        old.mkdir()
         yield new, swap
     except BaseException:
         for source, target in reversed(moved):

@@ -37,9 +37,12 @@ def one_expert(problem: MoEProblem, tokens: int, generator: torch.Generator) -> 
 
 def one_rank(problem: MoEProblem, tokens: int, generator: torch.Generator, *, ranks: int, rank: int = 0) -> torch.Tensor:
     """All routes to experts that one rank holds; duplicates only where it holds fewer than ``top_k``."""
-    local = torch.tensor(problem.resolved_placement(ranks).local[rank])
-    order = torch.rand(tokens, len(local), generator=generator).argsort(dim=1)
-    return local[order[:, torch.arange(problem.top_k) % len(local)]]
+    return _among(torch.tensor(problem.resolved_placement(ranks).local[rank]), problem, tokens, generator)
+
+
+def first_quarter(problem: MoEProblem, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """All routes to the first quarter of the experts: one rank of four, if they are placed evenly; duplicates as in :func:`one_rank`."""
+    return _among(torch.arange(-(-problem.experts // 4)), problem, tokens, generator)
 
 
 def duplicates(problem: MoEProblem, tokens: int, generator: torch.Generator) -> torch.Tensor:
@@ -70,7 +73,7 @@ PATTERNS: dict[str, Pattern] = {
     "balanced": balanced,
     "zipf": zipf,
     "one expert": one_expert,
-    "one rank": lambda problem, tokens, generator: one_rank(problem, tokens, generator, ranks=1),
+    "first quarter": first_quarter,
     "duplicates": duplicates,
     "masked": partly_masked,
     "unrouted": unrouted,
@@ -90,3 +93,9 @@ def uneven_tokens(ranks: int, most: int, generator: torch.Generator) -> list[int
         empty, full = torch.randperm(ranks, generator=generator)[:2].tolist()
         counts[empty], counts[full] = 0, most
     return counts
+
+
+def _among(experts: torch.Tensor, problem: MoEProblem, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """Routes to some experts only, in an order drawn per token."""
+    order = torch.rand(tokens, len(experts), generator=generator).argsort(dim=1)
+    return experts[order[:, torch.arange(problem.top_k) % len(experts)]]

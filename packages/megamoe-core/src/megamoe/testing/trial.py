@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megamoe.errors import InvalidInput
 from megamoe.formats import describe
@@ -74,7 +74,8 @@ class Trial:
         import torch
 
         slots = torch.tensor(self.problem.resolved_placement(self.ranks).local[rank], dtype=torch.int64)
-        return replace(self.weights, **{name: tensor[slots].to(device) for name, tensor in self.weights.tensors().items()})
+        taken: dict[str, Any] = {name: tensor[slots].to(device) for name, tensor in self.weights.tensors().items()}
+        return replace(self.weights, **taken)
 
     def judge(self, rank: int, out: torch.Tensor, *, most: int | None = None) -> oracle.Judgement:
         """Compare a rank's output with the oracle's.
@@ -95,22 +96,29 @@ class Trial:
 
 
 def make_trial(
-    problem: MoEProblem, *, ranks: int = 1, tokens: int | Sequence[int] | None = None, seed: int = 0, unrouted: float = 0.0
+    problem: MoEProblem,
+    *,
+    ranks: int = 1,
+    tokens: int | Sequence[int] | None = None,
+    seed: int = 0,
+    pattern: str = "zipf",
 ) -> Trial:
-    """Random data for a problem: routes drawn without replacement from a skewed distribution, as routers give them.
+    """Random data for a problem.
 
     Args:
         problem: what is to be computed.
         ranks: size of the expert-parallel group.
         tokens: of each rank, or one number for all; ``None`` is ``max_tokens`` on every rank.
         seed: equal seeds give equal data.
-        unrouted: share of routes that are -1.
+        pattern: how tokens are routed, a name of ``megamoe.testing.routing.PATTERNS``.
 
     Raises:
         InvalidInput: tokens do not fit the problem or the ranks.
         UnsupportedProblem: the problem cannot be spread over so many ranks.
     """
     import torch
+
+    from megamoe.testing import routing
 
     problem.resolved_placement(ranks)
     each = [problem.max_tokens if tokens is None else tokens] * ranks if tokens is None or isinstance(tokens, int) else list(tokens)
@@ -133,13 +141,8 @@ def make_trial(
         x_scale=_LARGEST_INPUT / largest if static else None,
         mid_scale=_LARGEST_MIDDLE / largest if static else None,
     )
-    # A few experts get several times the average, others hardly any: what real routers do, and what balance has to stand.
-    popularity = torch.randn(experts, generator=generator)
     inputs = []
     for count in each:
-        logits = popularity + torch.randn(count, experts, generator=generator)
-        top = logits.topk(problem.top_k, dim=1)
-        ids = top.indices.to(torch.int32)
-        ids[torch.rand(ids.shape, generator=generator) < unrouted] = -1
-        inputs.append(Inputs(normal(count, hidden), ids, top.values.softmax(dim=1)))
+        ids = routing.PATTERNS[pattern](problem, count, generator).to(torch.int32)
+        inputs.append(Inputs(normal(count, hidden), ids, routing.weights(count, problem.top_k, generator)))
     return Trial(problem, ranks, weights, tuple(inputs))
