@@ -1,0 +1,92 @@
+"""`megamoe demo`: a real layer cut to the machine, run, judged and printed; a wrong backend is found out."""
+
+import json
+import re
+
+import pytest
+
+from megamoe.cli import codes, main
+from megamoe.presets import PRESETS
+from megamoe.reference import session as reference_session
+
+TINY = ["--hidden", "256", "--intermediate", "128", "--experts", "6", "--top-k", "2", "--max-tokens", "9"]
+
+
+def document(capsys, *arguments):
+    code = main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_small_layer_runs_whole_and_is_right(capsys):
+    code, found = document(capsys, "demo", "--ranks", "1", "--backend", "reference", *TINY)
+    assert code == codes.OK
+    assert found["problem"] == found["whole"]
+    assert found["result"]["tokens"] == [9]
+    assert found["result"]["backend"] == "reference"
+    assert 0 < found["error"] < 0.01
+    assert found["tokens_per_second"] == pytest.approx(9 / found["result"]["seconds"])
+
+
+def test_a_large_layer_is_cut_in_experts_and_tokens_only_and_says_so(capsys):
+    code, found = document(capsys, "demo", "--backend", "reference", "--ranks", "1")
+    assert code == codes.OK
+    whole, cut = found["whole"], found["problem"]
+    assert (whole["experts"], whole["top_k"], whole["hidden"], whole["intermediate"]) == (128, 8, 2048, 768)
+    assert cut == {**whole, "experts": cut["experts"], "max_tokens": cut["max_tokens"]}
+    assert whole["top_k"] <= cut["experts"] < whole["experts"]
+    assert cut["max_tokens"] < whole["max_tokens"]
+    assert found["why_cut"]
+
+
+def test_ranks_run_in_processes_of_their_own_also_when_experts_do_not_divide(capsys):
+    code, found = document(capsys, "demo", "--backend", "reference", "--ranks", "4", *TINY)
+    assert code == codes.OK
+    assert found["result"]["tokens"] == [9] * 4
+    assert [len(rank) for rank in found["problem"]["placement"]["local"]] == [2, 2, 1, 1]
+
+
+def test_a_pipe_gets_plain_text_with_a_line_for_the_result_and_for_every_gpu_wheel(capsys):
+    assert main(["demo", "--ranks", "1", "--backend", "reference", *TINY]) == codes.OK
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert re.search(r"^reference +CPU +1 +9 +[\d.]+ +\d+ +0\.\d+ +pass$", text, re.MULTILINE)
+    assert "in float64" in text
+
+
+def test_a_wrong_result_fails(capsys, monkeypatch):
+    right = reference_session.ReferenceSession.run
+    monkeypatch.setattr(reference_session.ReferenceSession, "run", lambda self, *inputs, **more: right(self, *inputs, **more) * 1.05)
+    code, found = document(capsys, "demo", "--ranks", "1", "--backend", "reference", *TINY)
+    assert code == codes.FAILED
+    assert found["ok"] is False
+    assert found["error"] == pytest.approx(0.05, rel=0.1)
+
+
+def test_without_a_gpu_it_says_why_and_takes_the_reference(capsys, monkeypatch):
+    from megamoe import catalog, nvml
+
+    monkeypatch.setattr(nvml, "query", lambda: nvml.Gpus(problem="no NVIDIA driver in this test"))
+    catalog.refresh()
+    try:
+        code, found = document(capsys, "demo", "--ranks", "1", *TINY)
+    finally:
+        monkeypatch.undo()
+        catalog.refresh()
+    assert code == codes.OK
+    assert found["result"]["backend"] == "reference"
+    assert "no NVIDIA driver in this test" in found["why_cut"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--model", "gpt-2"], ["gpt-2", *PRESETS]),
+        (["--format", "fp9"], ["fp9", "fp8_block128", "nvfp4"]),
+        (["--top-k", "0"], ["top_k=0"]),
+    ],
+)
+def test_bad_arguments_name_what_is_allowed(capsys, arguments, names):
+    assert main(["demo", *arguments]) == codes.USAGE
+    error = capsys.readouterr().err
+    assert all(name in error for name in names)
+    assert "Fix:" in error
