@@ -190,7 +190,7 @@ def test_target_with_kernels_of_unknown_origin(tmp_path):
 
 def test_target_with_first_party_kernels(tmp_path):
     source, wheel = write_tree(tmp_path / "upstream", PLAIN), make_wheel(tmp_path)
-    write_tree(wheel, {"_drop/moe/k.py": b"", "drop.toml": b'schema = 1\norigin = "first-party"\npackages = ["moe"]\n'})
+    write_tree(wheel, {"_drop/moe/k.py": b"", "drop.toml": b'schema = 1\norigin = "first-party"\n'})
     (fault,) = refusal(wheel, source).faults
     assert "first-party" in fault.text
 

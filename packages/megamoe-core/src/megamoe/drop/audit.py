@@ -63,7 +63,7 @@ def audit(wheel: str | Path, source: str | Path | None = None) -> Audit:
     auditor = _Auditor(package, tree, Index(files, namespace), files)
     contract = stated or Contract()
     problems = [*auditor.contract(contract), *auditor.shim(contract, manifest)]
-    if stated is None and manifest.packages:
+    if stated is None and manifests.kernel_files(package):
         problems.append(Fault(str(package / contracts.FOLDER / contracts.NAME), 1, "no such file; it states what shim/ relies on"))
     return Audit(package, tree, len(contract) + auditor.imports, tuple(sorted(problems)))
 

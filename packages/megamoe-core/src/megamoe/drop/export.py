@@ -10,7 +10,7 @@ from pathlib import Path
 from megamoe.drop import manifest as manifests
 from megamoe.drop.faults import DropRefused, Fault
 from megamoe.drop.locate import find_package
-from megamoe.drop.verify import INIT, originals
+from megamoe.drop.verify import originals
 from megamoe.errors import DropError
 
 
@@ -37,7 +37,7 @@ def original_files(package: Path) -> dict[str, bytes]:
     """
     manifest = manifests.require(package)
     if manifest.first_party:
-        return {name: path.read_bytes() for name, path in manifests.tree_files(package).items() if name != INIT}
+        return {name: path.read_bytes() for name, path in manifests.kernel_files(package).items()}
     files, faults = originals(package, manifest)
     if faults:
         raise DropRefused(f"The drop in {package} is not the recorded one.", faults, hint="take it in again with `megamoe drop update`")

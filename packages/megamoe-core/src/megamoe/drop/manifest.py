@@ -15,6 +15,7 @@ from megamoe.drop.faults import DropRefused, Fault
 
 NAME = "drop.toml"
 TREE = "_drop"
+INIT = "__init__.py"
 SCHEMA = 1
 FIRST_PARTY = "first-party"
 UPSTREAM = "upstream"
@@ -56,7 +57,7 @@ class Manifest:
         commit: its commit.
         date: ISO date of the drop.
         namespace: dotted name under which the packages are imported, ``<package>._drop``.
-        packages: the top-level packages taken.
+        packages: the top-level packages taken; for a first-party drop those in ``_drop`` are meant.
         exclude: patterns left out at take-in, see :data:`DEFAULT_EXCLUDE`.
         patches: pending local diffs, in order.
         files: sha256 of each original file, by path relative to the source root; empty for a first-party drop.
@@ -141,6 +142,13 @@ def tree_files(package: Path) -> dict[str, Path]:
     root = package / TREE
     found = (p for p in root.rglob("*") if not p.is_dir() or p.is_symlink())
     return {p.relative_to(root).as_posix(): p for p in sorted(found) if "__pycache__" not in p.parts and p.suffix != ".pyc"}
+
+
+def kernel_files(package: Path) -> dict[str, Path]:
+    """:func:`tree_files` without ``_drop/__init__.py``, which belongs to the wheel and not to the drop."""
+    found = tree_files(package)
+    found.pop(INIT, None)
+    return found
 
 
 def tree_digest(package: Path) -> str:

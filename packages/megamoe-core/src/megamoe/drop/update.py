@@ -13,13 +13,13 @@ from pathlib import Path
 from megamoe.drop import manifest as manifests
 from megamoe.drop.faults import DropRefused, Fault
 from megamoe.drop.locate import find_package, namespace_of
-from megamoe.drop.manifest import TREE, Manifest, Patch
+from megamoe.drop.manifest import INIT, TREE, Manifest, Patch
 from megamoe.drop.module import SUFFIXES, Unreadable, parse
 from megamoe.drop.patches import FOLDER, PatchFailed, apply
 from megamoe.drop.rewrite import rewrite
 from megamoe.drop.scan import Findings, Scanner
 from megamoe.drop.source import collect
-from megamoe.drop.verify import INIT, verify
+from megamoe.drop.verify import verify
 from megamoe.errors import DropError
 
 _INIT_TEXT = b'"""The kernel drop, imported by shim/ alone. Taken in by `megamoe drop update`; not edited by hand."""\n'
@@ -121,15 +121,13 @@ def _refuse_dirty(package: Path, before: Manifest) -> None:
     faults = []
     if (package / _STAGE).exists():
         faults.append(Fault(str(package / _STAGE), 1, "an interrupted update left this: move back what is in its `old`, delete it"))
-    if before.first_party and before.packages:
+    if before.first_party and manifests.kernel_files(package):
         faults.append(Fault(str(package / manifests.NAME), 1, "the kernels of this wheel are first-party; a drop would replace them"))
     elif before.files:
         faults += verify(package).problems
     else:
         faults += [
-            Fault(str(path), 1, f"is in {TREE} but recorded in no {manifests.NAME}")
-            for name, path in manifests.tree_files(package).items()
-            if name != INIT
+            Fault(str(path), 1, f"is in {TREE} but recorded in no {manifests.NAME}") for path in manifests.kernel_files(package).values()
         ]
     if faults:
         raise DropRefused(

@@ -10,13 +10,11 @@ from pathlib import Path
 from megamoe.drop import manifest as manifests
 from megamoe.drop.faults import Fault
 from megamoe.drop.locate import find_package, namespace_of
-from megamoe.drop.manifest import TREE, Manifest
+from megamoe.drop.manifest import INIT, TREE, Manifest
 from megamoe.drop.module import SUFFIXES, Unreadable, parse
 from megamoe.drop.patches import FOLDER, PatchFailed, apply
 from megamoe.drop.rewrite import remove_prefix
 from megamoe.drop.scan import Scanner
-
-INIT = "__init__.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +51,10 @@ def verify(wheel: str | Path) -> Verification:
     """
     package = find_package(wheel)
     manifest = manifests.require(package)
-    installed = {name: path for name, path in manifests.tree_files(package).items() if name != INIT}
+    installed = manifests.kernel_files(package)
     problems = list(_namespace_problems(package, manifest))
     if manifest.first_party:
-        problems += _first_party_problems(package, manifest, installed)
+        problems += _first_party_problems(manifest.namespace, installed)
     else:
         problems += originals(package, manifest)[1]
     return Verification(package, manifest, len(installed), manifests.tree_digest(package), tuple(sorted(problems)))
@@ -64,8 +62,7 @@ def verify(wheel: str | Path) -> Verification:
 
 def originals(package: Path, manifest: Manifest) -> tuple[dict[str, bytes], list[Fault]]:
     """The original files of an upstream drop, recomputed from what is installed, and everything that contradicts the record."""
-    installed = manifests.tree_files(package)
-    installed.pop(INIT, None)
+    installed = manifests.kernel_files(package)
     files: dict[str, bytes] = {}
     faults: list[Fault] = []
     for name, path in installed.items():
@@ -126,7 +123,7 @@ def _namespace_problems(package: Path, manifest: Manifest) -> list[Fault]:
             Fault(str(package / manifests.NAME), 1, "the package has another name than recorded", expected, manifest.namespace or "nothing")
         )
     init = package / TREE / INIT
-    if manifest.packages or init.exists():
+    if manifest.packages or init.exists() or manifests.kernel_files(package):
         found += _init_problems(init)
     listed = {patch.file for patch in manifest.patches}
     for path in sorted((package / FOLDER).glob("*")) if (package / FOLDER).is_dir() else ():
@@ -146,19 +143,14 @@ def _init_problems(init: Path) -> list[Fault]:
     return [Fault(str(init), code[0].lineno, "holds code; this file is a docstring at most")] if code else []
 
 
-def _first_party_problems(package: Path, manifest: Manifest, installed: dict[str, Path]) -> list[Fault]:
+def _first_party_problems(namespace: str, installed: dict[str, Path]) -> list[Fault]:
     faults: list[Fault] = []
-    scanner = Scanner(manifest.namespace, manifest.packages, installed)
+    tops = {name.partition("/")[0].removesuffix(".py") for name in installed}
+    scanner = Scanner(namespace, tops, installed)
     for name, path in installed.items():
-        if name.partition("/")[0] not in manifest.packages:
-            faults.append(Fault(str(path), 1, f"is in no package that {manifests.NAME} lists", ", ".join(manifest.packages), name))
         if name.endswith(SUFFIXES):
             try:
-                module = parse(path.read_bytes(), name, str(path))
+                faults += scanner.private(parse(path.read_bytes(), name, str(path)), str(path))
             except Unreadable as error:
                 faults.append(error.fault)
-                continue
-            faults += scanner.private(module, str(path))
-    here = {name.partition("/")[0] for name in installed}
-    missing = [name for name in manifest.packages if name not in here]
-    return faults + [Fault(str(package / TREE / name), 1, f"is listed in {manifests.NAME} but is not there") for name in missing]
+    return faults
