@@ -1,0 +1,60 @@
+"""The launcher that all rank tests rely on: results by rank, and every kind of failure reported for the rank it happened on."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamoe.testing.launcher import RanksFailed, launch
+
+
+def summed(rank, factor):
+    total = torch.tensor([rank * factor])
+    dist.all_reduce(total)
+    return rank, int(total), os.environ.get("MEGAMOE_TEST_WORD")
+
+
+def raises(rank):
+    if rank == 1:
+        raise KeyError("from rank one")
+    dist.barrier()
+
+
+def dies(rank):
+    if rank == 1:
+        os._exit(3)
+    return rank
+
+
+def sleeps(rank):
+    if rank == 1:
+        time.sleep(600)
+
+
+def test_results_by_rank():
+    assert launch(summed, 3, 10) == [(0, 30, None), (1, 30, None), (2, 30, None)]
+    assert launch(summed, 2, 1, env={"MEGAMOE_TEST_WORD": "yes"}) == [(0, 1, "yes"), (1, 1, "yes")]
+    assert launch(summed, 1, 1) == [(0, 0, None)]
+
+
+def test_an_exception_comes_with_its_traceback():
+    with pytest.raises(RanksFailed, match="from rank one") as caught:
+        launch(raises, 2)
+    assert "in raises" in caught.value.errors[1]
+    assert "KeyError" in caught.value.errors[1]
+
+
+def test_a_process_that_dies_is_reported():
+    with pytest.raises(RanksFailed, match="ended without a report, exit code 3") as caught:
+        launch(dies, 2)
+    assert list(caught.value.errors) == [1]
+
+
+def test_a_rank_that_hangs_is_ended_and_says_where_it_was():
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match="in sleeps") as caught:
+        launch(sleeps, 2, timeout=3.0)
+    assert list(caught.value.errors) == [1]
+    assert time.monotonic() - start < 30
