@@ -24,6 +24,21 @@ def aborted(control):
 
 
 @cute.jit
+def tell_host(control: Int64, word: cutlass.Constexpr, value: Int32):
+    """Set a word that the host can read without asking the device, if it gave one."""
+    host = memory.ld_i64(control + regions.REPORT)
+    if host != 0:
+        memory.st_i32(host + word, value)
+
+
+@cute.jit
+def bad_id(control: Int64):
+    """Remember that an expert id was out of range."""
+    memory.red_or(control + regions.STICKY, Int32(regions.STICKY_BAD_ID))
+    tell_host(control, regions.REPORT_STICKY, Int32(regions.STICKY_BAD_ID))
+
+
+@cute.jit
 def fail(control: Int64, site: Int32, index: Int32, expected: Int32, seen: Int32):
     """Record the wait that failed, if it is the first, and set the abort word."""
     record = control + regions.RECORD
@@ -36,6 +51,7 @@ def fail(control: Int64, site: Int32, index: Int32, expected: Int32, seen: Int32
         memory.st_i64(record + 40, Int64(memory.ld_i32(control + regions.EPOCH)))
         memory.st_i64(record + 48, Int64(index))
     memory.st_release(control + regions.ABORT, Int32(1))
+    tell_host(control, regions.REPORT_ABORT, Int32(1))
 
 
 @cute.jit

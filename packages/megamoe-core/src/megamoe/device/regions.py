@@ -10,6 +10,7 @@ EPOCH = 0
 EXITS = 4
 ABORT = 8
 STICKY = 12
+REPORT = 32  # i64: address of two i32 words in host memory, or 0; see deadline.tell_host
 RECORD = 64
 BANKS = 256
 
@@ -20,6 +21,10 @@ FINISHED = 256
 FC1_DONE = 512
 
 STICKY_BAD_ID = 1
+
+# Words in host memory behind REPORT.
+REPORT_ABORT = 0
+REPORT_STICKY = 4
 
 # Wait sites, as written to the error record.
 SITE_LISTS = 1

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from megamoe.device import memory, regions
+from megamoe.device import deadline, memory, regions
 
 BATCH = 8  # ids a thread has in flight
 
@@ -44,7 +44,7 @@ def count_routes(
                         bad = Int32(1)
         i = i + BATCH * threads
     if bad != 0:
-        memory.red_or(control + regions.STICKY, Int32(regions.STICKY_BAD_ID))
+        deadline.bad_id(control)
 
 
 @cute.jit
