@@ -20,13 +20,16 @@ import nox
 ROOT = Path(__file__).parent.resolve()
 DIST = ROOT / "dist"
 ARCHS = ("sm90", "sm100", "sm120")
-PACKAGES = tuple(f"megamoe-{part}" for part in ("core", *ARCHS))
+PACKAGES = {f"megamoe-{part}": "megamoe" if part == "core" else f"megamoe_{part}" for part in ("core", *ARCHS)}
+"""Import package of every wheel."""
 SOURCES = tuple(str(ROOT / "packages" / name / "src") for name in PACKAGES)
+ON_SOURCE = {"PYTHONPATH": os.pathsep.join(SOURCES), "MYPYPATH": os.pathsep.join(SOURCES)}
 CAPABILITIES = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3)), "sm120": ((12, 0), (12, 1))}
 VERSION = re.search(r'^__version__ = "(.+)"', Path(SOURCES[0], "megamoe", "__init__.py").read_text(), re.MULTILINE).group(1)
 
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 PYTEST = ("pytest>=9,<10", "pytest-timeout>=2.4", "pytest-xdist>=3.8")
+LIGHT = ("importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.7")  # what core needs apart from torch
 RUFF = "ruff==0.17.6"  # pinned: its rules and its formatting change between releases
 MYPY = "mypy==2.4.1"
 
@@ -70,21 +73,25 @@ def _tests(*folders: str) -> list[str]:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, layers, package metadata, and the kernel drops: verbatim, and all that the shims rely on still there."""
-    session.install(RUFF, "import-linter>=2.16", "validate-pyproject[all]>=0.24", "packaging>=24", "numpy>=1.26", "rich>=13.7")
+    session.install(RUFF, "import-linter>=2.16", "validate-pyproject[all]>=0.24", *LIGHT, *PYTEST)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("validate-pyproject", *(f"packages/{name}/pyproject.toml" for name in PACKAGES), silent=True)
-    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
-    session.install(*PYTEST)
-    session.run("python", "-m", "pytest", "tests/packaging/test_metadata.py", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
+    session.run("lint-imports", "--no-logo", env=ON_SOURCE)
+    session.run("python", "-m", "pytest", *_tests("packaging/test_metadata.py", "packaging/test_ci.py"), env=ON_SOURCE)
+    drops = [
+        f"packages/{name}" for name, package in PACKAGES.items() if (ROOT / "packages" / name / "src" / package / "drop.toml").exists()
+    ]
+    if drops:
+        session.run("python", "-m", "megamoe", "drop", "verify", *drops, env=ON_SOURCE)
+        session.run("python", "-m", "megamoe", "drop", "audit", *drops, env=ON_SOURCE)
 
 
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict on everything but kernel code, which the DSL types in its own way."""
-    session.install(*CONSTRAINTS, MYPY, "torch", "importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.7")
-    packages = [part for folder in SOURCES for path in Path(folder).iterdir() if path.is_dir() for part in ("-p", path.name)]
-    session.run("mypy", *packages, env={"MYPYPATH": os.pathsep.join(SOURCES)})
+    session.install(*CONSTRAINTS, MYPY, "torch", *LIGHT)
+    session.run("mypy", *(part for package in PACKAGES.values() for part in ("-p", package)), env=ON_SOURCE)
 
 
 @nox.session
@@ -106,7 +113,7 @@ def inspect(session: nox.Session) -> None:
     sdists = [_dist(session, name, ".tar.gz") for name in PACKAGES]
     session.run("twine", "check", "--strict", *wheels, *sdists)
     session.run("check-wheel-contents", *wheels)
-    session.run("python", "-m", "pytest", "tests/packaging/test_dist.py", "--environment", "inspect")
+    session.run("python", "-m", "pytest", *_tests("packaging/test_dist.py"), "--environment", "inspect")
     again = Path(session.create_tmp()) / "again"
     shutil.rmtree(again, ignore_errors=True)
     for name in PACKAGES:
@@ -123,7 +130,7 @@ def inspect(session: nox.Session) -> None:
 def minimal(session: nox.Session) -> None:
     """Core alone: it works, and says which wheel is missing and how to get it."""
     session.install(*CONSTRAINTS, *PYTEST, _dist(session, "megamoe-core"))
-    _pytest(session, *_tests("packaging"), environment="minimal")
+    _pytest(session, *_tests("packaging/test_minimal.py"), environment="minimal")
 
 
 @nox.session(requires=["build"])
@@ -134,18 +141,18 @@ def upgrade(session: nox.Session) -> None:
     shutil.copytree(ROOT / "packages" / "megamoe-core", newer)
     stamp = newer / "src" / "megamoe" / "__init__.py"
     stamp.write_text(stamp.read_text().replace(f'__version__ = "{VERSION}"', '__version__ = "99.0.0"'))
-    session.install("build>=1.2", "hatchling>=1.27", *PYTEST, "importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.7")
+    session.install("build>=1.2", "hatchling>=1.27", *PYTEST, *LIGHT)
     session.run("python", "-m", "build", "--no-isolation", "--wheel", "--outdir", str(newer), str(newer), silent=True)
     # Without dependencies: that is how such a mixture comes about, and describing a backend needs none of the heavy ones.
     session.install("--no-deps", *map(str, newer.glob("*.whl")), _dist(session, "megamoe-sm90"))
-    _pytest(session, *_tests("packaging"), environment="upgrade")
+    _pytest(session, *_tests("packaging/test_upgrade.py"), environment="upgrade")
 
 
 @nox.session(requires=["build"])
 def coexist(session: nox.Session) -> None:
     """All four wheels in one environment, imported into one process."""
     session.install(*CONSTRAINTS, *PYTEST, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
-    _pytest(session, *_tests("packaging"), environment="coexist")
+    _pytest(session, *_tests("packaging/test_coexist.py"), environment="coexist")
     session.run("megamoe", "backends")
 
 
@@ -155,7 +162,7 @@ def wheel_tests(session: nox.Session, arch: str) -> None:
     """One arch wheel, brought by core's extra, in a fresh environment: its packaging and its tests that need no GPU."""
     _install_arch(session, arch)
     compiles = f"--ignore-glob={ROOT}/tests/{arch}/test_compile*"
-    _pytest(session, *_tests("packaging", *_existing(arch)), compiles, "--wheel", arch, environment="wheel")
+    _pytest(session, *_tests("packaging/test_installed.py", *_existing(arch)), compiles, "--wheel", arch, environment="wheel")
 
 
 @nox.session(requires=["build"])
@@ -180,9 +187,7 @@ def compile(session: nox.Session, arch: str) -> None:
 def _gpus() -> list[dict[str, object]] | str:
     """GPUs of this machine as megamoe itself sees them (its query needs the standard library alone), or why there are none."""
     code = "import json; from dataclasses import asdict; from megamoe.nvml import gpus; print(json.dumps(asdict(gpus())))"
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SOURCES[0]}, capture_output=True, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, **ON_SOURCE}, capture_output=True, text=True, check=True)
     found = json.loads(run.stdout)
     return found["problem"] or found["devices"]
 
