@@ -87,7 +87,7 @@ class PeerAborted(MegaMoEError):
     """A peer left the session: it died, rejected its input, or reported a timeout.
 
     Attributes:
-        rank: the rank that aborted.
+        rank: the rank that aborted; -1 when the collective library did not say which one was lost.
     """
 
     def __init__(self, message: str, *, rank: int, hint: str | None = None) -> None:

@@ -44,6 +44,11 @@ class RouteTable:
         return Routes(routed, token[order], slot[order], local[order], order, sent)
 
 
+def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Some rows of a matrix of any dtype; torch cannot index every 8-bit type on every device."""
+    return rows.view(torch.uint8)[index].view(rows.dtype) if rows.element_size() == 1 else rows[index]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
     """The routes of one call on one rank, ordered by destination rank, then token, then slot.

@@ -14,7 +14,7 @@ from megamoe.formats import load
 from megamoe.inputs import check_inputs, checked_at_once, find_bad_ids, raise_bad_ids
 from megamoe.reference.arithmetic import expert_rows, float32_arithmetic, weighted_sum
 from megamoe.reference.exchange import Exchange, Step
-from megamoe.reference.routing import RouteTable
+from megamoe.reference.routing import RouteTable, take
 
 if TYPE_CHECKING:
     from megamoe.ep.group import Group
@@ -97,8 +97,8 @@ class ReferenceSession:
             topk_weights = topk_weights.to(torch.float32)
             routes = self._table.routes(topk_ids)
         there, here = routes.sent, exchange.announce(Step.RUN, routes.sent)
-        data = exchange.rows(x[routes.token], there, here)
-        scale = None if x_scale is None else exchange.rows(x_scale[routes.token], there, here)
+        data = exchange.rows(take(x, routes.token), there, here)
+        scale = None if x_scale is None else exchange.rows(take(x_scale, routes.token), there, here)
         local = exchange.rows(routes.local, there, here)
         early = exchange.rows(topk_weights[routes.token, routes.slot], there, here)
 
@@ -117,7 +117,7 @@ class ReferenceSession:
         counts = torch.bincount(local, minlength=weights.experts).cpu()
         for slot in counts.nonzero().flatten().tolist():
             mine = (local == slot).nonzero().squeeze(1)
-            values = fmt.dequantize(data[mine], None if scale is None else scale[mine], static_scale=weights.x_scale)
+            values = fmt.dequantize(take(data, mine), None if scale is None else take(scale, mine), static_scale=weights.x_scale)
             results[mine] = expert_rows(problem, fmt, weights.expert(slot), values, early[mine], weights.mid_scale)
         self._counts = counts
         return results

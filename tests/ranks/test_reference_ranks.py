@@ -1,0 +1,340 @@
+"""The reference backend on several ranks over gloo. Processes cost more than cases, so every launch runs many; each case reports by name.
+
+Every rank makes the whole trial by itself (equal seeds, equal data) and judges its own output with the oracle.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamoe import ExpertWeights, InvalidInput, MoELayer, MoEProblem, PeerAborted, Placement, RankMismatch, SessionClosed, SwiGLU
+from megamoe.ep.group import Group
+from megamoe.formats import FORMATS
+from megamoe.reference import session as session_module
+from megamoe.reference.backend import ReferenceBackend
+from megamoe.testing import oracle, routing
+from megamoe.testing.launcher import launch
+from megamoe.testing.trial import make_trial
+
+BACKEND = ReferenceBackend()
+SIZES = {"experts": 16, "top_k": 4, "hidden": 128, "intermediate": 128, "max_tokens": 24}
+
+
+def problem(format="bf16", **changes):
+    return MoEProblem(**SIZES | {"format": format} | changes)
+
+
+@contextmanager
+def opened(trial, group):
+    """A session of this rank's share of a trial."""
+    ours = Group.of(group)
+    plan = BACKEND.plan(trial.problem, ranks=ours.size)
+    packed = BACKEND.prepare_weights(plan, trial.local_weights(ours.rank))
+    with BACKEND.open_session(plan, packed, group) as s:
+        yield s
+
+
+def judged(trial, rank, out, ids=None):
+    """What is wrong with a rank's output; "" when nothing is."""
+    inputs = trial.inputs[rank] if ids is None else trial.inputs[rank]._replace(topk_ids=ids)
+    verdict = oracle.judge(out, oracle.compute(trial.problem, trial.weights, *inputs), format=trial.problem.format)
+    return "" if verdict else verdict.text
+
+
+def expected_counts(trial, rank, all_ids):
+    """Rows that each local expert receives, counted the slow way, for placements with and without replicas."""
+    ranks = trial.ranks
+    places = trial.problem.resolved_placement(ranks).replicas(trial.problem.experts)
+    counts = [0] * len(trial.problem.resolved_placement(ranks).local[rank])
+    for ids in all_ids:
+        for token, row in enumerate(ids.tolist()):
+            for expert in row:
+                if expert >= 0:
+                    owner, slot = places[expert][token % len(places[expert])]
+                    if owner == rank:
+                        counts[slot] += 1
+    return counts
+
+
+# ---------------------------------------------------------------------------------------------------- right results
+
+
+def formats_and_forms(rank):
+    """Every format, late and early, biases, uneven tokens: {case: what is wrong}."""
+    ranks, wrong = dist.get_world_size(), {}
+    for number, format in enumerate(FORMATS):
+        for routing_weight in ("late", "early"):
+            generator = torch.Generator().manual_seed(number)
+            tokens = routing.uneven_tokens(ranks, 24, generator)
+            made = problem(format, routing_weight=routing_weight, activation=SwiGLU(limit=7.0, alpha=1.702, up_bias=1.0))
+            trial = make_trial(made, ranks=ranks, tokens=tokens, seed=60 + number, pattern="masked")
+            if routing_weight == "late":
+                biases = torch.randn(2, 16, 256, generator=generator)
+                trial = replace(trial, weights=replace(trial.weights, b13=biases[0], b2=biases[1, :, :128].contiguous()))
+            with opened(trial, dist.group.WORLD) as s:
+                wrong[f"{format} {routing_weight} {tokens}"] = judged(trial, rank, s.run(*trial.inputs[rank]))
+    return wrong
+
+
+def patterns_and_token_counts(rank):
+    """All routing patterns and changing token counts through one session, so that nothing of a call may be left for the next."""
+    ranks, wrong = dist.get_world_size(), {}
+    trial = make_trial(problem("fp8_block128"), ranks=ranks, seed=70)
+    generator = torch.Generator().manual_seed(71)
+    patterns = dict(routing.PATTERNS) | {
+        f"all to rank {r}": lambda p, t, g, r=r: routing.one_rank(p, t, g, ranks=ranks, rank=r) for r in range(ranks)
+    }
+    counts = [
+        [24] * ranks,
+        [0] * ranks,
+        [24] + [0] * (ranks - 1),
+        [0] * (ranks - 1) + [24],
+        [1] * ranks,
+        routing.uneven_tokens(ranks, 24, generator),
+    ]
+    with opened(trial, dist.group.WORLD) as s:
+        for name, pattern in patterns.items():
+            for tokens in counts:
+                case = f"{name} {tokens}"
+                all_ids = [pattern(trial.problem, count, generator) for count in tokens]
+                few = [trial.inputs[r].rows(torch.arange(tokens[r])) for r in range(ranks)]
+                part = replace(trial, inputs=tuple(few))
+                out = s.run(few[rank].x, all_ids[rank], few[rank].topk_weights)
+                wrong[case] = judged(part, rank, out, all_ids[rank])
+                if out[(all_ids[rank] < 0).all(dim=1)].any():
+                    wrong[case] += " a row without routes is not zero"
+                if s.counts().tolist() != expected_counts(trial, rank, all_ids):
+                    wrong[case] += f" counts {s.counts().tolist()}"
+    return wrong
+
+
+def placements(rank):
+    """Uneven experts, replicas, ranks without experts, and ids of both types."""
+    ranks, wrong = dist.get_world_size(), {}
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(72)).tolist()
+    for name, local in {
+        "uneven": Placement.even(15, ranks).local,
+        "shuffled": tuple(tuple(order[r::ranks]) for r in range(ranks)),
+        "all on the last rank": (*[()] * (ranks - 1), tuple(range(16))),
+        "everything everywhere": (tuple(range(16)),) * ranks,
+        "two hot experts replicated": tuple((0, 9, *(e for e in range(r, 16, ranks) if e not in (0, 9))) for r in range(ranks)),
+    }.items():
+        experts = len({e for held in local for e in held})
+        made = problem("mxfp8", experts=experts, placement=Placement(local))
+        trial = make_trial(made, ranks=ranks, tokens=[24, 7, 0, 11][:ranks], seed=73)
+        all_ids = [inputs.topk_ids for inputs in trial.inputs]
+        with opened(trial, dist.group.WORLD) as s:
+            out = s.run(*trial.inputs[rank])
+            wrong[name] = judged(trial, rank, out)
+            if s.counts().tolist() != expected_counts(trial, rank, all_ids):
+                wrong[name] += f" counts {s.counts().tolist()}, expected {expected_counts(trial, rank, all_ids)}"
+            again = s.run(trial.inputs[rank].x, all_ids[rank].long(), trial.inputs[rank].topk_weights)
+            if not torch.equal(again, out):
+                wrong[name] += " int64 ids give another result"
+    return wrong
+
+
+def everything(rank):
+    return formats_and_forms(rank) | patterns_and_token_counts(rank) | placements(rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_results_on_ranks(ranks):
+    work = {1: everything, 2: everything, 3: placements, 4: everything}[ranks]
+    for rank, wrong in enumerate(launch(work, ranks)):
+        assert {case: what for case, what in wrong.items() if what} == {}, f"rank {rank}"
+        assert len(wrong) >= 5
+
+
+# ---------------------------------------------------------------------------------------------------- groups
+
+
+def permuted_group(rank):
+    """World ranks 3, 0, 2 in that order; 1 stays outside."""
+    members = [3, 0, 2]
+    group = dist.new_group(members, sort_ranks=False)
+    if rank not in members:
+        with pytest.raises(InvalidInput, match="group") as caught:
+            Group.of(group)
+        return str(caught.value)
+    ours = Group.of(group)
+    assert (ours.rank, ours.size, ours.members) == (members.index(rank), 3, (3, 0, 2))
+    # An uneven placement: a wrong rank order would give this rank another number of experts.
+    trial = make_trial(problem("nvfp4", placement=Placement.even(16, 3)), ranks=3, tokens=[5, 0, 24], seed=74)
+    with opened(trial, group) as s:
+        wrong = judged(trial, ours.rank, s.run(*trial.inputs[ours.rank]))
+    with MoELayer(trial.problem, trial.local_weights(ours.rank), backend="reference", group=group) as layer:
+        return wrong + judged(trial, ours.rank, layer(*trial.inputs[ours.rank]))
+
+
+def test_a_group_smaller_than_the_world_in_another_order():
+    results = launch(permuted_group, 4)
+    assert results[0] == results[2] == results[3] == ""
+    assert "Fix: pass the group" in results[1]
+
+
+# ---------------------------------------------------------------------------------------------------- disagreement and failure
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  the test compares it
+        return type(error).__name__, str(error), getattr(error, "rank", None)
+    return None
+
+
+def mismatches(rank):
+    """What every rank raises for each kind of disagreement when a layer is made."""
+    trial = make_trial(problem("fp8_tensor"), ranks=4, seed=75)
+    mine = trial.local_weights(rank)
+    odd = rank == 2
+
+    def made(problem=trial.problem, weights=mine, backend="reference"):
+        return MoELayer(problem, weights, backend=backend, group=dist.group.WORLD).close()
+
+    seen = {
+        "scale": error_of(lambda: made(weights=replace(mine, x_scale=0.75) if odd else mine)),
+        "problem": error_of(lambda: made(replace(trial.problem, max_tokens=25, checked=True) if odd else trial.problem)),
+        "weights": error_of(lambda: made(weights=replace(mine, mid_scale=None) if odd else mine)),
+        "backend": error_of(lambda: made(backend="nobody's" if odd else "reference")),
+        "weights of another rank": error_of(
+            lambda: made(weights=ExpertWeights(mine.w13[:1], mine.w2[:1], x_scale=1.0, mid_scale=1.0) if odd else mine)
+        ),
+    }
+    uneven = problem(placement=Placement(((0, 1, 2, 3, 4), (5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))))
+    share = (1, 0, 2, 3)[rank]
+    wrong_share = make_trial(uneven, ranks=4, seed=76).local_weights(share)
+    seen["shares swapped"] = error_of(lambda: made(uneven, wrong_share))
+    seen["fine at last"] = error_of(made)
+    return seen
+
+
+def test_every_disagreement_is_an_error_on_every_rank():
+    results = launch(mismatches, 4)
+    for case, field in (("scale", "x_scale"), ("problem", r"problem.max_tokens")):
+        errors = [seen[case] for seen in results]
+        assert errors[0][0] == "RankMismatch"
+        assert len(set(errors)) == 1, errors
+        assert f"{field} is" in errors[0][1]
+        assert "on ranks [0, 1, 3]" in errors[0][1]
+        assert "on ranks [2]" in errors[0][1]
+    assert "problem.checked is false on ranks [0, 1, 3], true on ranks [2]" in results[0]["problem"][1]
+    for case, own in (("weights", "InvalidInput"), ("backend", "BackendNotFound"), ("weights of another rank", "InvalidInput")):
+        for rank, seen in enumerate(results):
+            kind, text, by = seen[case]
+            assert (kind, by) == ((own, None) if rank == 2 else ("PeerAborted", 2)), seen
+            if rank != 2:
+                assert results[2][case][1] in text
+    for rank, seen in enumerate(results):
+        kind, text, by = seen["shares swapped"]
+        assert (kind, by) == (("InvalidInput", None) if rank in (0, 1) else ("PeerAborted", 0))
+        assert f"hold {(3, 5)[rank]} experts; allowed: {(5, 3)[rank]}" in text if rank < 2 else "world rank 0 reports" in text
+        assert seen["fine at last"] is None
+
+
+def failures(rank):
+    """A rank that rejects its input, fails inside, or leaves: what every rank raises, and that the next call is right."""
+    trial = make_trial(problem(experts=15), ranks=3, seed=77)
+    x, ids, weights = trial.inputs[rank]
+    seen = {}
+    with opened(trial, dist.group.WORLD) as s:
+
+        def after(name, call):
+            seen[name] = error_of(call)
+            seen[f"{name}: afterwards"] = judged(trial, rank, s.run(x, ids, weights))
+
+        bad = ids.clone()
+        bad[3, 2] = 15
+        after("too many tokens", lambda: s.run(*(torch.cat((t, t)) if rank == 1 else t for t in (x, ids, weights))))
+        after("bad ids", lambda: s.run(x, bad if rank == 2 else ids, weights))
+        after("two ranks", lambda: s.run(x.float() if rank else x, ids, weights))
+        after("reset against run", lambda: s.reset() if rank == 1 else s.run(x, ids, weights))
+        after("reset", s.reset)
+
+        whole = session_module.expert_rows
+        if rank == 0:
+            session_module.expert_rows = lambda *args: 1 / 0
+        seen["failure inside"] = error_of(lambda: s.run(x, ids, weights))
+        session_module.expert_rows = whole
+        seen["failure inside: afterwards"] = judged(trial, rank, s.run(x, ids, weights))
+
+    left = error_of(lambda: leaves(trial, rank))
+    return seen | {"left": left}
+
+
+def leaves(trial, rank):
+    """Rank 1 leaves its block through an exception while the others go on."""
+    with opened(trial, dist.group.WORLD) as s:
+        s.run(*trial.inputs[rank])
+        if rank == 1:
+            raise ZeroDivisionError("rank one is lost")
+        with pytest.raises(PeerAborted, match="World rank 1 left the session while this rank is running the layer") as caught:
+            s.run(*trial.inputs[rank])
+        assert caught.value.rank == 1
+        with pytest.raises(SessionClosed, match="ended when a peer left it"):
+            s.run(*trial.inputs[rank])
+
+
+def test_a_rank_that_cannot_go_on_tells_the_others():
+    results = launch(failures, 3)
+    culprits = {
+        "too many tokens": {1: "InvalidInput"},
+        "bad ids": {2: "InvalidInput"},
+        "two ranks": {1: "InvalidInput", 2: "InvalidInput"},
+        "reset against run": {},
+        "failure inside": {0: "ZeroDivisionError"},
+    }
+    for case, own in culprits.items():
+        for rank, seen in enumerate(results):
+            kind, _, by = seen[case]
+            if rank in own:
+                assert (kind, by) == (own[rank], None), (case, rank, seen[case])
+            else:
+                first = min(own, default=0 if rank == 1 else 1)
+                assert (kind, by) == ("PeerAborted", first), (case, rank, seen[case])
+    for rank, seen in enumerate(results):
+        assert seen["reset"] is None
+        assert {case: what for case, what in seen.items() if case.endswith("afterwards") and what} == {}
+        assert (seen["left"] or ("",))[0] == ("ZeroDivisionError" if rank == 1 else "")
+    assert "rejected its input while this rank is running the layer" in results[0]["too many tokens"][1]
+
+
+def lost_peer(rank):
+    """Rank 1 vanishes without a word."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    trial = make_trial(problem(), ranks=2, seed=78)
+    s = BACKEND.open_session(plan := BACKEND.plan(trial.problem, ranks=2), BACKEND.prepare_weights(plan, trial.local_weights(rank)), group)
+    if rank == 1:
+        dist.destroy_process_group()
+        return None
+    first = error_of(lambda: s.run(*trial.inputs[rank]))
+    second = error_of(lambda: s.run(*trial.inputs[rank]))
+    s.close()
+    return first, second
+
+
+def test_a_peer_that_vanishes_is_an_error_and_no_hang():
+    first, second = launch(lost_peer, 2, timeout=30.0)[0]
+    assert first[0] == "PeerAborted"
+    assert "A collective among the ranks failed" in first[1]
+    assert first[2] == -1
+    assert second[0] == "SessionClosed"
+
+
+def mismatch_is_the_documented_class(rank):
+    trial = make_trial(problem(), ranks=2, seed=79)
+    odd = replace(trial.problem, activation=SwiGLU(limit=7.0)) if rank else trial.problem
+    plan = BACKEND.plan(odd, ranks=2)
+    with pytest.raises(
+        RankMismatch, match=r"problem\.activation is .* on ranks \[0\], .* on ranks \[1\]; allowed: equal on all 2 ranks\. Fix: "
+    ):
+        BACKEND.open_session(plan, BACKEND.prepare_weights(plan, trial.local_weights(rank)), dist.group.WORLD)
+
+
+def test_engines_get_rank_mismatch_from_open_session():
+    launch(mismatch_is_the_documented_class, 2)
