@@ -21,6 +21,11 @@ class Variable:
         """The value as set by the user, stripped; ``None`` when unset or blank."""
         return os.environ.get(self.name, "").strip() or None
 
+    def shown(self) -> str | None:
+        """The value as it stands, for tables: quoted when blank; ``None`` when unset."""
+        value = os.environ.get(self.name)
+        return repr(value) if value is not None and not value.strip() else value
+
 
 BACKEND = Variable("MEGAMOE_BACKEND", "name of the backend to use; an explicit argument wins", "chosen from the device")
 DISABLE = Variable("MEGAMOE_DISABLE", "comma-separated backend names that discovery marks as disabled", "none")

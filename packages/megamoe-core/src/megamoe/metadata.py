@@ -94,15 +94,20 @@ def claims() -> tuple[dict[str, tuple[Claim, ...]], tuple[Distribution, ...]]:
     return in_order, tuple(d for d in silent if d.name != CORE)
 
 
+def distributions() -> Iterator[reader.Distribution]:
+    """Every record of every installed distribution, in the order of ``sys.path``."""
+    yield from reader.distributions()
+
+
 def first(name: str) -> reader.Distribution | None:
     """The copy of a distribution that counts: first on ``sys.path`` with readable metadata; ``None`` when there is none."""
     readable = [d for d in reader.distributions(name=name) if _readable(d)]
     if not readable:
         return None
-    place = _folder(readable[0])
+    place = folder(readable[0])
     # Several records of one distribution in one folder are left behind by interrupted or competing installers. File-system order must not
     # decide, so a wheel's record comes before a stray .egg-info, and a higher version before a lower one.
-    together = [d for d in readable if _folder(d) == place]
+    together = [d for d in readable if folder(d) == place]
     if len(together) == 1:
         return together[0]
     return max(together, key=lambda d: (d.read_text("METADATA") is not None, natural(_version(d))))
@@ -161,10 +166,9 @@ def _install(claim: Claim, name: str, needed: str) -> str:
 
 def _candidates() -> set[str]:
     names = set()
-    for distribution in reader.distributions():
-        stem = _stem(distribution)
-        if stem in ARCH_WHEELS or ENTRY_POINT_GROUP in _read(distribution, "entry_points.txt"):
-            names.add(stem or normalize(_field(distribution, "Name")))
+    for distribution in distributions():
+        if ENTRY_POINT_GROUP in read(distribution, "entry_points.txt") or stem(distribution) in ARCH_WHEELS:
+            names.add(name_of(distribution))
     return names
 
 
@@ -183,41 +187,48 @@ def _identity(distribution: reader.Distribution, name: str = "") -> Distribution
     origin = getattr(distribution, "origin", None)
     url = str(getattr(origin, "url", ""))
     editable = bool(getattr(getattr(origin, "dir_info", None), "editable", False))
-    location = unquote(urlparse(url).path) if editable else _folder(distribution)
-    return Distribution(name or normalize(_field(distribution, "Name")), _version(distribution), location, editable)
+    location = unquote(urlparse(url).path) if editable else folder(distribution)
+    return Distribution(name or name_of(distribution), _version(distribution), location, editable)
 
 
 def _husk(name: str) -> Distribution:
     left: Iterable[Any] = reader.distributions(name=name)
-    return Distribution(name, "unknown", next((_folder(d) for d in left), "unknown"))
+    return Distribution(name, "unknown", next((folder(d) for d in left), "unknown"))
 
 
 def _version(distribution: reader.Distribution) -> str:
-    return _field(distribution, "Version") or "unknown"
+    return field(distribution, "Version") or "unknown"
 
 
-def _field(distribution: reader.Distribution, name: str) -> str:
+def field(distribution: reader.Distribution, name: str) -> str:
     """One field of the metadata. Parsing all of them, with the description, would take most of the time of a look."""
-    head = (_read(distribution, "METADATA") or _read(distribution, "PKG-INFO")).partition("\n\n")[0]
+    head = (read(distribution, "METADATA") or read(distribution, "PKG-INFO")).partition("\n\n")[0]
     found = re.search(rf"^{name}:(.*)$", head, re.MULTILINE | re.IGNORECASE)
     return found[1].strip() if found else ""
 
 
-def _folder(distribution: reader.Distribution) -> str:
+def folder(distribution: reader.Distribution) -> str:
+    """The folder that a distribution was installed into."""
     return str(distribution.locate_file(""))
 
 
-def _stem(distribution: reader.Distribution) -> str:
+def name_of(distribution: reader.Distribution) -> str:
+    """Normalized name of a distribution, also of one whose metadata are empty."""
+    return stem(distribution) or normalize(field(distribution, "Name"))
+
+
+def stem(distribution: reader.Distribution) -> str:
     """Normalized name by the metadata folder's own name, which costs no reading; empty for other kinds of finders."""
     path = getattr(distribution, "_path", None)
     return normalize(Path(str(path)).name.partition("-")[0].removesuffix(".egg-info").removesuffix(".dist-info")) if path else ""
 
 
 def _readable(distribution: reader.Distribution) -> bool:
-    return bool(_read(distribution, "METADATA") or _read(distribution, "PKG-INFO"))
+    return bool(read(distribution, "METADATA") or read(distribution, "PKG-INFO"))
 
 
-def _read(distribution: reader.Distribution, file: str) -> str:
+def read(distribution: reader.Distribution, file: str) -> str:
+    """A metadata file's text; empty when there is none that can be read."""
     try:
         return distribution.read_text(file) or ""
     except (OSError, UnicodeDecodeError):
