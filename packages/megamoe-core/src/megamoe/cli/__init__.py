@@ -78,8 +78,9 @@ def _add_command(group: argparse._SubParsersAction[argparse.ArgumentParser], nam
     module = _load(name)
     if isinstance(module, Exception):
         # One command that cannot be loaded must not take the others (least of all `doctor`) with it.
-        broken = group.add_parser(name, help=f"cannot be loaded: {module}", add_help=False)
-        broken.add_argument("rest", nargs=argparse.REMAINDER)
+        # Its arguments are not known, so no prefix marks an option and all of them are taken.
+        broken = group.add_parser(name, help=f"cannot be loaded: {module}".replace("%", "%%"), add_help=False, prefix_chars="\0")
+        broken.add_argument("rest", nargs="*")
         broken.set_defaults(run=_raise(module), json=False)
         return
     parser = group.add_parser(name, help=module.SUMMARY, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
