@@ -1,9 +1,10 @@
-"""An error planted in the formats or in the reference backend shows in the oracle's judgement: the oracle shares no code with them."""
+"""An error planted in the formats or in the reference backend makes `megamoe check` fail: the oracle shares no code with them."""
 
 import pytest
 import torch
 
 import megamoe
+from megamoe.cli import codes, main
 from megamoe.formats import blocks, elements, fp8_block128, fp8_tensor, mxfp8, nvfp4
 from megamoe.formats.base import Quantized
 from megamoe.formats.bf16 import BF16
@@ -81,3 +82,4 @@ def test_planted_error_is_seen(error, monkeypatch):
     monkeypatch.setattr(module, name, wrong)
     verdict = judged(format, **more)
     assert not verdict, verdict.text
+    assert main(["check", "--backend", "reference", "--format", format]) == codes.FAILED

@@ -16,13 +16,14 @@ from __future__ import annotations
 import pytest
 
 # Before they are imported: failing asserts then show their values, as in any test file.
-pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in ("description", "results", "subject")))
+pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in ("description", "ranks", "results", "subject")))
 
 from megamoe.testing.conformance.description import DescriptionTests  # noqa: E402
+from megamoe.testing.conformance.ranks import RankTests  # noqa: E402
 from megamoe.testing.conformance.results import ResultTests  # noqa: E402
 
 __all__ = ["BackendConformance"]
 
 
-class BackendConformance(DescriptionTests, ResultTests):
-    """Subclass it as ``Test...`` and set ``spec``; ``device`` and ``sizes`` are for backends with special needs, see :class:`Subject`."""
+class BackendConformance(DescriptionTests, ResultTests, RankTests):
+    """Subclass it as ``Test...`` and set ``spec``. For backends with special needs: ``device``, ``sizes``, ``ranks``, ``shared_gpu``."""
