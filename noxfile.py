@@ -141,10 +141,10 @@ def upgrade(session: nox.Session) -> None:
     shutil.copytree(ROOT / "packages" / "megamoe-core", newer)
     stamp = newer / "src" / "megamoe" / "__init__.py"
     stamp.write_text(stamp.read_text().replace(f'__version__ = "{VERSION}"', '__version__ = "99.0.0"'))
-    session.install("build>=1.2", "hatchling>=1.27", *PYTEST, *LIGHT)
+    session.install("build>=1.2", "hatchling>=1.27", *PYTEST)
     session.run("python", "-m", "build", "--no-isolation", "--wheel", "--outdir", str(newer), str(newer), silent=True)
-    # Without dependencies: that is how such a mixture comes about, and describing a backend needs none of the heavy ones.
-    session.install("--no-deps", *map(str, newer.glob("*.whl")), _dist(session, "megamoe-sm90"))
+    session.install(*CONSTRAINTS, *map(str, newer.glob("*.whl")))
+    session.install("--no-deps", _dist(session, "megamoe-sm90"))  # pip itself would refuse; --no-deps is how such mixtures come about
     _pytest(session, *_tests("packaging/test_upgrade.py"), environment="upgrade")
 
 

@@ -22,9 +22,10 @@ def only(pattern):
 def sources(name):
     """The package's files in the checkout, by their path in the wheel."""
     folder = ROOT / "packages" / name.replace("_", "-") / "src"
+    package = folder / PACKAGES[name]
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
+        for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
 
