@@ -109,7 +109,8 @@ class _Auditor:
                 yield Fault(shown, node.lineno, f"imports {inner}, which {contracts.NAME} does not state", f"an entry for {inner}", "none")
 
     def _signature(self, stated: Signature) -> Iterator[Fault]:
-        symbol = self._find(stated.module, stated.name)
+        # Not every constructor is written out: a dataclass has one too.
+        symbol = self._find(stated.module, stated.name.removesuffix(".__init__"))
         if symbol is None:
             yield self._missing(stated.module, stated.name)
             return
