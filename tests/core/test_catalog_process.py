@@ -1,5 +1,6 @@
 """Discovery in whole processes: threads, forks, crowded environments, users' own folders, and Pythons without a site."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -52,6 +53,26 @@ def test_threads_share_one_look(tmp_path, monkeypatch):
     assert len(seen) == 8
     assert all(records is seen[0] for records in seen)
     assert counter.read_text() == "x"
+
+
+ARCH_WHEELS = [name for name in ("sm90", "sm100", "sm120") if importlib.util.find_spec(f"megamoe_{name}")]
+
+
+@pytest.mark.skipif(not ARCH_WHEELS, reason="no arch wheel is installed here")
+def test_all_installed_wheels_live_in_one_process():
+    code = f"""
+import importlib, megamoe
+specs = {{name: importlib.import_module(f'megamoe_{{name}}').SPEC for name in {ARCH_WHEELS!r}}}
+found = {{r.name: r for r in megamoe.backends()}}
+for name, spec in specs.items():
+    r = found[name]
+    assert r.spec is spec and spec.name == name, r
+    assert r.state in ('ok', 'unavailable'), r
+    assert (r.distributions[0].name, r.version) == (f'megamoe-{{name}}', megamoe.__version__), r
+    assert (r.state == 'ok') <= (not spec.missing), r
+assert found['reference'].state == 'ok'
+"""
+    python("-c", code)
 
 
 FORK = """

@@ -103,12 +103,13 @@ def test_an_error_after_the_document_does_not_spoil_it(command, capsys):
     def run(args):
         out = Output.of(args)
         out.document("planted", {"passed": True})
-        raise SystemExit(0)
+        raise errors.RankMismatch("This came late.")
 
     command(run)
-    with pytest.raises(SystemExit):
-        cli.main(["planted", "--json"])
-    assert json.loads(capsys.readouterr().out)["passed"] is True
+    assert cli.main(["planted", "--json"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["passed"] is True
+    assert "This came late." in shown.err
 
 
 def test_ctrl_c_is_what_shells_expect(command):

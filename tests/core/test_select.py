@@ -216,6 +216,24 @@ def test_a_probe_that_raises_is_broken_with_its_cause(site):
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+def test_a_probe_that_gives_no_verdict_is_broken(site):
+    module = site.backend("m", ())
+    kernels = site.folder / f"{module}_kernels.py"
+    kernels.write_text(kernels.read_text().replace("return Verdict()", "return True", 1))
+    with pytest.raises(BackendBroken, match=r"gives a bool; allowed: a megamoe\.protocol\.Verdict"):
+        select.get_backend("m")
+
+
+def test_torchs_current_gpu_counts_once_cuda_runs(site, monkeypatch):
+    for name, archs in (("sm90", ((9, 0),)), ("sm120", ((12, None),))):
+        site.backend(name, archs)
+    see(monkeypatch, HOPPER, WORKSTATION)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert select.choose().name == "sm90"  # asking torch now would start CUDA
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert select.choose().name == "sm120"
+
+
 def test_planning_needs_no_gpu_but_a_kernel(site, monkeypatch):
     site.backend("sm90")
     site.backend("sm100", ((10, 0),), more="missing='no kernel yet'")

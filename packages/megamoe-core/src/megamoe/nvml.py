@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +67,6 @@ class _NvmlError(Exception):
     """A call into NVML failed; the message is NVML's own."""
 
 
-_lock = threading.Lock()
 _known: Gpus | None = None
 
 
@@ -78,11 +76,12 @@ def gpus(refresh: bool = False) -> Gpus:
     Args:
         refresh: ask again, after ``CUDA_VISIBLE_DEVICES`` or the driver changed.
     """
+    # No lock: asking twice at once is harmless, while a lock held by another thread would hang a forked child.
     global _known
-    with _lock:
-        if _known is None or refresh:
-            _known = query()
-        return _known
+    answer = _known
+    if answer is None or refresh:
+        _known = answer = query()
+    return answer
 
 
 def query(load: Callable[[str], Any] = ctypes.CDLL) -> Gpus:

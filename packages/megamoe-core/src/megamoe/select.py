@@ -19,7 +19,7 @@ from megamoe.errors import (
     MegaMoEError,
 )
 from megamoe.log import logger
-from megamoe.protocol import Backend
+from megamoe.protocol import Backend, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -186,19 +186,30 @@ def _create(record: Record) -> Backend:
 
 
 def _probe(record: Record, backend: Backend, device: torch.device | str | int | None) -> None:
-    import torch
-
-    exact = f"cuda:{device}" if isinstance(device, int) else device
     try:
-        verdict = backend.probe(None if exact is None else torch.device(exact))
+        verdict = backend.probe(_torch_device(device))
     except MegaMoEError:
         raise
     except Exception as error:
         raise BackendBroken(
             f"Backend {record.name!r} is broken: its check of the device raised {catalog.root_cause(error)}.", hint=_repair(record)
         ) from error
+    if not isinstance(verdict, Verdict):
+        raise BackendBroken(
+            f"Backend {record.name!r} is broken: its check of the device gives a {type(verdict).__name__}; allowed: a"
+            " megamoe.protocol.Verdict.",
+            hint=_repair(record),
+        )
     if not verdict.ok:
         _refuse(Record(record.name, "unavailable", verdict.reasons, record.spec, record.distributions))
+
+
+def _torch_device(device: torch.device | str | int | None) -> torch.device | None:
+    if device is None:
+        return None
+    import torch
+
+    return torch.device(f"cuda:{device}" if isinstance(device, int) else device)
 
 
 def _kind_and_index(device: torch.device | str | int | None) -> tuple[str, int | None]:

@@ -66,8 +66,11 @@ class Output:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Output:
-        """The output that the arguments of a command ask for."""
-        return cls(json=bool(getattr(args, "json", False)))
+        """The output that the arguments of a command ask for; the same one for the same arguments, so that documents are counted."""
+        known: Output | None = getattr(args, "output_of_command", None)
+        if known is None:
+            known = args.output_of_command = cls(json=bool(getattr(args, "json", False)))
+        return known
 
     def text(self, line: str = "", *, style: str = "") -> None:
         """Print a line. ``style`` is a rich style for a person, for example ``"bold green"``."""
