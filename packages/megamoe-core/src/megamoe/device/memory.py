@@ -98,6 +98,34 @@ def copy_4(shared, address):
     arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[shared, address])
 
 
+def bulk_load(shared, address, size, barrier):
+    """Asynchronous copy of `size` bytes (a multiple of 16) into shared memory; completes on `barrier`. One thread."""
+    arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[shared, address, size, barrier],
+    )
+
+
+def bulk_store(address, shared, size):
+    """Asynchronous copy of `size` bytes (a multiple of 16) from shared memory, in the thread's bulk group. One thread."""
+    arch.inline_ptx("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", read_only_args=[address, shared, size])
+
+
+def proxy_fence():
+    """Order what this thread has acquired before its later asynchronous-proxy (TMA, bulk copy) accesses."""
+    arch.inline_ptx("fence.proxy.async;")
+
+
 def shared_address(pointer):
     """The 32-bit shared-window address of a shared-memory pointer."""
     return pointer.toint()
+
+
+def shared_v4(address):
+    """Four int32 words from a 16-byte aligned shared-window address."""
+    return arch.inline_ptx("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address])
+
+
+def unsigned(word):
+    """A 32-bit word as an unsigned 64-bit offset."""
+    return arch.inline_ptx("cvt.u64.u32 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[word])

@@ -31,11 +31,13 @@ SITE_LISTS = 1
 SITE_QUANTIZED = 2
 SITE_MID = 3
 SITE_END = 4
+SITE_ROWS = 5
 SITE_NAMES = {
     SITE_LISTS: "row list of an expert",
     SITE_QUANTIZED: "quantized activations",
     SITE_MID: "intermediate rows of a block",
     SITE_END: "end of all tiles",
+    SITE_ROWS: "pool rows of a block",
 }
 
 RECORD_FIELDS = ("claimed", "site", "cta", "expected", "seen", "epoch", "index", "reserved")
@@ -51,8 +53,19 @@ def max_blocks(tokens: int, top_k: int, experts: int, tile: int) -> int:
     return routes // tile + min(experts, routes)
 
 
+def pool_rows(tokens: int, top_k: int, experts: int, tile: int) -> int:
+    """Rows of the pool and of mid, padded to whole blocks; also the stride of the transposed scale regions."""
+    return max(max_blocks(tokens, top_k, experts, tile), 1) * tile
+
+
 def bank_bytes(blocks: int) -> int:
-    return round_up(FC1_DONE + 4 * blocks, ALIGN)
+    """A bank: the hot counters, then fc1_done[blocks] and, in the second half of the rest, ready[blocks]."""
+    return FC1_DONE + 2 * round_up(4 * blocks, ALIGN)
+
+
+def ready_offset(bank_bytes_: int) -> int:
+    """Byte offset of ready[] in a bank (works on Python and on device integers)."""
+    return FC1_DONE + (bank_bytes_ - FC1_DONE) // 2
 
 
 def lists_offset(blocks: int) -> int:
@@ -65,14 +78,30 @@ def control_bytes(tokens: int, top_k: int, experts: int, tile: int) -> int:
 
 
 def scratch_regions(
-    *, tokens: int, top_k: int, experts: int, hidden: int, intermediate: int, tile: int, element: int, quantize: bool, block_scales: bool
+    *,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    tile: int,
+    element: int,
+    quantize: bool,
+    block_scales: bool,
+    pool: bool,
 ) -> dict[str, tuple[int, int]]:
-    """Name -> (offset, bytes). `element` is the size of an activation element; `quantize`: x arrives in bf16 and is quantized by the launch."""
-    rows = max(max_blocks(tokens, top_k, experts, tile), 1) * tile
+    """Name -> (offset, bytes).
+
+    `element` is the size of an activation element; `quantize`: x arrives in bf16 and is quantized by the launch; `pool`: rows are copied into a
+    pool grouped by expert. A session that runs kernels of several tiles gives each the regions of `pool_rows` of the tile that needs most.
+    """
+    rows = pool_rows(tokens, top_k, experts, tile)
     sizes = {
         "xq": tokens * hidden * element if quantize else 0,
         "xs": tokens * (hidden // 128) * 4 if quantize and block_scales else 0,
         "row_route": rows * 4,
+        "pool": rows * hidden * element if pool else 0,
+        "pool_scale": rows * (hidden // 128) * 4 if pool and block_scales else 0,
         "mid": rows * intermediate * element,
         "mid_scale": rows * (intermediate // 128) * 4 if block_scales else 0,
         "stage": tokens * top_k * hidden * 2,

@@ -6,6 +6,8 @@ from megamoe.device import regions
 
 FORMATS = ("fp8_block128", "fp8_tensor", "fp8_tensor_e5m2", "bf16")
 TILES_M = (64, 128)
+ROWS = ("gather", "pool")  # rows of x straight into shared memory by 16-byte copies, or through a pool grouped by expert and TMA
+MAX_SLOTS = 8  # rows that the dispatch warp has in flight
 TILE_N = 256  # weight rows of a tile: 128 gate and 128 up rows in FC1, 256 output columns in FC2
 ROW_BYTES = 128  # a K block is one 128-byte swizzled line a row
 SMEM_BYTES = 232448
@@ -32,15 +34,19 @@ class NativeConfig:
     early: bool = False
     ids64: bool = False
     tile_m: int = 128
+    rows: str = "gather"
     stages: int | None = None
     unroll: int | None = None
     sms: int = 132
+    exp: str = ""
 
     def __post_init__(self):
         if self.fmt not in FORMATS:
             raise ValueError(f"fmt is {self.fmt!r}; it must be one of {', '.join(FORMATS)}")
         if self.tile_m not in TILES_M:
             raise ValueError(f"tile_m is {self.tile_m}; it must be one of {TILES_M}")
+        if self.rows not in ROWS:
+            raise ValueError(f"rows is {self.rows!r}; it must be one of {ROWS}")
         step = 128 if self.block_scales else 64
         for name in ("hidden", "intermediate"):
             if getattr(self, name) % step or getattr(self, name) <= 0:
@@ -118,8 +124,27 @@ class NativeConfig:
         return 4 * (2 * self.experts + 1) + SLOTS * 4 * (8 + self.tile_m) + 4 * self.tile_m + 512 + 1024
 
     @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.element
+
+    @property
+    def move_slots(self) -> int:
+        """Rows in flight of the dispatch warp: what the stages leave of shared memory."""
+        if self.rows != "pool":
+            return 0
+        return max(1, min(MAX_SLOTS, (SMEM_BYTES - self.fixed_bytes - self.num_stages * self.stage_bytes) // self.row_bytes))
+
+    @property
     def num_stages(self) -> int:
-        return self.stages if self.stages is not None else min(6, (SMEM_BYTES - self.fixed_bytes) // self.stage_bytes)
+        if self.stages is not None:
+            return self.stages
+        kept = self.row_bytes if self.rows == "pool" else 0
+        return min(6, (SMEM_BYTES - self.fixed_bytes - kept) // self.stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, an upper bound."""
+        return self.fixed_bytes + self.num_stages * self.stage_bytes
 
     @property
     def group(self) -> int:

@@ -92,7 +92,7 @@ class Epilogue:
         """False for columns behind the end of a row whose last tile is partial; constant where there is none."""
         return Boolean(True) if limit % span == 0 else column < limit
 
-    def fc1(self, accs, e, n, pool, valid, routes, row, wg, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, exchange):
+    def fc1(self, accs, e, n, pool, valid, routes, row, wg, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange):
         c = self.c
         selectors = w.quad_selectors(lane)
         dequant = None
@@ -117,7 +117,7 @@ class Epilogue:
             if c.block_scales:
                 scale = quantize.block_scale(amax[r], c.e5m2)
                 first = (lane % 4 == 0) & ok
-                w.store_f32(mid_scale + (Int64(pool + row + 8 * r) * c.n1 + n) * 4, scale, first)
+                w.store_f32(mid_scale + (Int64(n) * pool_rows + (pool + row + 8 * r)) * 4, scale, first)
             else:
                 scale = w.load_f32(mid_static)
             self._store_fp8(accs, r, n, wg, lane, scale, quantize.reciprocal(scale), address, ok, selectors)

@@ -106,28 +106,27 @@ class Loaders:
 
     @cute.jit
     def load_rows(
-        self, x, xs, mid, mid_scale, w13_scale, w2_scale, row_route, control, bank, list_ready, routes, epoch, grid, wait_ms,
+        self, x, xs, mid, mid_scale, w13_scale, w2_scale, row_route, control, bank, list_ready, routes, pool_rows, epoch, grid, wait_ms,
         a_addr, s_addr, rows, full, empty, ring, tfull, tempty, which, lane,
     ):
         """Rows `which * half` onward of every tile, gathered by token (FC1) or taken from mid (FC2) with 16-byte asynchronous copies.
 
-        The copies are ordinary (generic proxy) writes of shared memory that wgmma then reads: each stage is announced by this warp only after
-        its copies have landed and a proxy fence, `lag` stages behind the ones being issued.
+        A lane copies 16-byte chunk lane % 8 of rows lane / 8 + 4 j. Where a row starts, in units of 16 bytes, waits in shared memory, ordered so that
+        a lane reads four rows at once. The copies announce themselves: every lane's arrival follows its own copies.
         """
         c = self.c
-        lag = 2
         half = c.tile_m // ROW_WARPS
         words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
         index = cute.make_tensor(rows, cute.make_layout(c.tile_m))
         first = which * half
         q, chunk = lane // 8, lane % 8
-        even = (first + q) * ROW_BYTES + (chunk ^ q) * 16
-        odd = (first + q + 4) * ROW_BYTES + (chunk ^ (q + 4)) * 16
+        even = a_addr + (first + q) * ROW_BYTES + (chunk ^ q) * 16
+        odd = a_addr + (first + q + 4) * ROW_BYTES + (chunk ^ (q + 4)) * 16
+        starts = memory.shared_address(rows) + (first + q * (half // 4)) * 4
         slot = Int32(0)
         tphase = Int32(0)
         stage = Int32(0)
         phase = Int32(1)
-        done = Int32(0)     # next stage to announce
         kind = Int32(0)
         while kind != stream.END:
             cute.arch.mbarrier_wait(tfull + slot, tphase)
@@ -149,7 +148,7 @@ class Loaders:
                         deadline.wait_ge(bank + regions.QUANTIZED, grid, control, regions.SITE_QUANTIZED, Int32(0), wait_ms)
                     src = x
                     sc = xs
-                    stride = Int32(c.hidden * c.element)
+                    stride = Int32(c.hidden * c.element // 16)
                     blocks = Int32(c.kb1)
                     if cutlass.const_expr(c.block_scales):
                         panel = w13_scale + Int64((e * 2 + cutlass.min(lane, 1)) * c.n1 + n) * (c.kb1 * 4)
@@ -160,11 +159,16 @@ class Loaders:
                     )
                     src = mid
                     sc = mid_scale
-                    stride = Int32(c.intermediate * c.element)
+                    stride = Int32(c.intermediate * c.element // 16)
                     blocks = Int32(c.kb2)
                     if cutlass.const_expr(c.block_scales):
                         last = c.hidden // 128
                         panel = w2_scale + Int64(e * last + cutlass.min(2 * n + cutlass.min(lane, 1), last - 1)) * (c.kb2 * 4)
+                # x has its scales by row, mid by K block: what a row and a K block are worth in words.
+                scale_at = [Int32(0) for _ in range(half // 32)]
+                by_row, by_block = Int32(1), pool_rows
+                if kind == stream.FC1:
+                    by_row, by_block = Int32(c.kb1), Int32(1)
                 for i in cutlass.range_constexpr(half // 32):
                     r = lane + 32 * i
                     inside = Int32(r < mine)
@@ -175,47 +179,124 @@ class Loaders:
                     words[at + WORDS + first + r] = route * inside - (1 - inside)
                     if kind == stream.FC1:
                         position = route // c.top_k
-                    index[first + r] = position
+                    index[first + (r % 4) * (half // 4) + r // 4] = position * stride
+                    scale_at[i] = position * by_row
                 cute.arch.sync_warp()
                 src = src + chunk * 16
-                pairs = (mine + 7) // 8
                 for kb in cutlass.range(blocks, unroll=1):
                     cute.arch.mbarrier_wait(empty + stage, phase)
-                    a_stage = a_addr + stage * (c.tile_m * ROW_BYTES)
-                    for i in cutlass.range(pairs, unroll=1):
-                        r0 = index[first + 8 * i + q]
-                        r1 = index[first + 8 * i + q + 4]
-                        memory.copy_16(a_stage + even + i * (8 * ROW_BYTES), src + Int64(r0) * stride)
-                        memory.copy_16(a_stage + odd + i * (8 * ROW_BYTES), src + Int64(r1) * stride)
+                    at_even, at_odd = even + stage * (c.tile_m * ROW_BYTES), odd + stage * (c.tile_m * ROW_BYTES)
+                    for m in cutlass.range_constexpr(0 if 'nocopy' in c.exp else half // 16):
+                        # Sixteen rows: the last group may copy rows that are not in use, from the block's first row.
+                        if 16 * m < mine:
+                            at4 = memory.shared_v4(starts + 16 * m)
+                            memory.copy_16(at_even + 16 * m * ROW_BYTES, src + memory.unsigned(at4[0]) * 16)
+                            memory.copy_16(at_odd + 16 * m * ROW_BYTES, src + memory.unsigned(at4[1]) * 16)
+                            memory.copy_16(at_even + (16 * m + 8) * ROW_BYTES, src + memory.unsigned(at4[2]) * 16)
+                            memory.copy_16(at_odd + (16 * m + 8) * ROW_BYTES, src + memory.unsigned(at4[3]) * 16)
                     if cutlass.const_expr(c.block_scales):
-                        s_stage = s_addr + stage * (c.scale_words * 4)
+                        s_stage = s_addr + stage * (c.scale_words * 4) + (first + lane) * 4
                         for i in cutlass.range_constexpr(half // 32):
                             if lane + 32 * i < mine:
-                                r0 = index[first + lane + 32 * i]
-                                memory.copy_4(s_stage + (first + lane + 32 * i) * 4, sc + Int64(r0) * (blocks * 4))
+                                memory.copy_4(s_stage + 128 * i, sc + memory.unsigned(scale_at[i]) * 4)
                         if which == 0 and lane < 2:
-                            memory.copy_4(s_stage + (c.tile_m + lane) * 4, panel)
-                        sc = sc + 4
+                            memory.copy_4(s_stage + c.tile_m * 4, panel)
+                        sc = sc + Int64(by_block) * 4
                         panel = panel + 4
-                    cute.arch.cp_async_commit_group()
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                     src = src + ROW_BYTES
                     stage, phase = self._advance(stage, phase, c.num_stages)
-                    if kb >= lag:
-                        cute.arch.cp_async_wait_group(lag)
-                        self.announce(full + done, lane)
-                        done, unused = self._advance(done, Int32(0), c.num_stages)
-                cute.arch.cp_async_wait_group(0)
-                for i in cutlass.range(cutlass.min(blocks, lag), unroll=1):
-                    self.announce(full + done, lane)
-                    done, unused = self._advance(done, Int32(0), c.num_stages)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(tempty + slot)
             slot, tphase = self._advance(slot, tphase, SLOTS)
 
     @cute.jit
-    def announce(self, barrier, lane):
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
+    def load_tiles(
+        self, tx, gx, tm, gm, sA, pool_scale, mid_scale, w13_scale, w2_scale, row_route, control, bank, ready, pool_rows, wait_ms, s_addr, full,
+        empty, ring, tfull, tempty, lane,
+    ):
+        """Row tiles by TMA: FC1 from the pool once its rows have arrived, FC2 from mid once FC1 of the block is complete."""
+        c = self.c
+        words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
+        one = cute.make_layout(1)
+        tile = (c.tile_m, c.block_k)
+        sx, gx = cute.nvgpu.cpasync.tma_partition(
+            tx, 0, one, cute.group_modes(sA, 0, 2), cute.group_modes(cute.local_tile(gx, tile, (None, None)), 0, 2)
+        )
+        sm, gm = cute.nvgpu.cpasync.tma_partition(
+            tm, 0, one, cute.group_modes(sA, 0, 2), cute.group_modes(cute.local_tile(gm, tile, (None, None)), 0, 2)
+        )
+        slot = Int32(0)
+        tphase = Int32(0)
+        stage = Int32(0)
+        phase = Int32(1)
+        kind = Int32(0)
+        while kind != stream.END:
+            cute.arch.mbarrier_wait(tfull + slot, tphase)
+            at = slot * self.slot_words
+            kind = cute.arch.make_warp_uniform(words[at])
+            e = words[at + 1]
+            n = words[at + 2]
+            pool = words[at + 3]
+            valid = words[at + 4]
+            block = cute.arch.make_warp_uniform(words[at + 5])
+            if kind != stream.END:
+                if kind == stream.FC1:
+                    deadline.wait_ge(ready + Int64(block) * 4, valid, control, regions.SITE_ROWS, block, wait_ms)
+                else:
+                    deadline.wait_ge(
+                        bank + regions.FC1_DONE + Int64(block) * 4, Int32(c.n1 * MATH_WARPS), control, regions.SITE_MID, block, wait_ms
+                    )
+                memory.proxy_fence()
+                if cutlass.const_expr(c.early) or kind == stream.FC2:
+                    for i in cutlass.range_constexpr(c.tile_m // 32):
+                        r = lane + 32 * i
+                        route = memory.ld_i32(row_route + Int64(pool + cutlass.min(r, valid - 1)) * 4)
+                        words[at + WORDS + r] = route
+                cute.arch.sync_warp()
+                if kind == stream.FC1:
+                    scale = pool_scale + Int64(pool) * 4
+                    panel = Int64(0)
+                    if cutlass.const_expr(c.block_scales):
+                        panel = w13_scale + Int64((e * 2 + cutlass.min(lane, 1)) * c.n1 + n) * (c.kb1 * 4)
+                    for kb in cutlass.range(c.kb1, unroll=1):
+                        cute.arch.mbarrier_wait(empty + stage, phase)
+                        self.load_scales(scale, panel, s_addr, full, stage, lane)
+                        cute.copy(tx, gx[None, block, kb], sx[None, stage], tma_bar_ptr=full + stage)
+                        scale = scale + Int64(pool_rows) * 4
+                        panel = panel + 4
+                        stage, phase = self._advance(stage, phase, c.num_stages)
+                else:
+                    scale = mid_scale + Int64(pool) * 4
+                    panel = Int64(0)
+                    if cutlass.const_expr(c.block_scales):
+                        last = c.hidden // 128
+                        panel = w2_scale + Int64(e * last + cutlass.min(2 * n + cutlass.min(lane, 1), last - 1)) * (c.kb2 * 4)
+                    for kb in cutlass.range(c.kb2, unroll=1):
+                        cute.arch.mbarrier_wait(empty + stage, phase)
+                        self.load_scales(scale, panel, s_addr, full, stage, lane)
+                        cute.copy(tm, gm[None, block, kb], sm[None, stage], tma_bar_ptr=full + stage)
+                        scale = scale + Int64(pool_rows) * 4
+                        panel = panel + 4
+                        stage, phase = self._advance(stage, phase, c.num_stages)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(tempty + slot)
+            slot, tphase = self._advance(slot, tphase, SLOTS)
+
+    @cute.jit
+    def load_scales(self, scale, panel, s_addr, full, stage, lane):
+        """Arm the stage for the row tile; with block scales also the row scales of this K block (contiguous) and the two panel scales."""
+        c = self.c
+        to = s_addr + stage * (c.scale_words * 4)
+        extra = c.tile_m * 4 if c.block_scales else 0
         if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, c.tile_m * ROW_BYTES + extra)
+            if cutlass.const_expr(c.block_scales):
+                memory.bulk_load(to, scale, Int32(c.tile_m * 4), full + stage)
+        if cutlass.const_expr(c.block_scales):
+            if lane < 2:
+                memory.copy_4(to + (c.tile_m + lane) * 4, panel)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+        cute.arch.sync_warp()

@@ -85,6 +85,8 @@ class MathLoop:
             if p == 0:
                 stages[u] = stage
                 cute.arch.mbarrier_wait(full + stage, phase)
+                if 'cfence' in c.exp:
+                    cute.arch.fence_view_async_shared()
                 row[u] = (mma.scales[mma.row, stage], mma.scales[mma.row + 8, stage])
                 panel[u] = (mma.scales[c.tile_m, stage], mma.scales[c.tile_m + 1, stage])
             warpgroup.fence()

@@ -12,7 +12,7 @@ import cutlass.utils as utils
 from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from megamoe.device import combine, deadline, launch, memory, quantize, regions, routing, stream
+from megamoe.device import combine, deadline, dispatch, launch, memory, quantize, regions, routing, stream
 
 from .config import MATH_WARPS, SLOTS, THREADS, TILE_N, NativeConfig
 from .epilogue import Epilogue
@@ -31,11 +31,18 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         self.c = config
         self.dtype = {"bf16": BFloat16, "fp8_tensor_e5m2": Float8E5M2}.get(config.fmt, Float8E4M3FN)
 
+    @property
+    def row_arrivals(self):
+        """Arrivals of the row side on a full barrier: every lane's copies, or the TMA's and the two panel scales'."""
+        if self.c.rows == "gather":
+            return 32 * ROW_WARPS
+        return 3 if self.c.block_scales else 1
+
     @cute.jit
     def __call__(
         self, w13: Int64, w2: Int64, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64, topk_w: Int64, b13: Int64,
-        b2: Int64, mid_static: Int64, control: Int64, xq: Int64, xs: Int64, row_route: Int64, mid: Int64, mid_scale: Int64, stage: Int64,
-        out: Int64, tokens: Int32, live: Int64, bank_bytes: Int32, grid: Int32, wait_ms: Int32, stream: cuda.CUstream,
+        b2: Int64, mid_static: Int64, control: Int64, xq: Int64, xs: Int64, row_route: Int64, pool: Int64, pool_scale: Int64, mid: Int64, mid_scale: Int64, stage: Int64,
+        out: Int64, tokens: Int32, live: Int64, bank_bytes: Int32, pool_rows: Int32, grid: Int32, wait_ms: Int32, stream: cuda.CUstream,
     ):
         c = self.c
         e, h, i, bk, stages = c.experts, c.hidden, c.intermediate, c.block_k, c.num_stages
@@ -51,6 +58,14 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         load = cpasync.CopyBulkTensorTileG2SOp()
         t13, g13 = cpasync.make_tiled_tma_atom(load, m13, cute.select(lh, mode=[0, 1]), (TILE_N // 2, bk))
         t2, g2 = cpasync.make_tiled_tma_atom(load, m2, cute.select(lh, mode=[0, 1]), (TILE_N // 2, bk))
+        # Row tiles of the pool and of mid; without a pool the first only stands in.
+        pool_at = pool if c.rows == "pool" else mid
+        px = cute.make_ptr(self.dtype, pool_at, cute.AddressSpace.gmem, assumed_align=16)
+        pm = cute.make_ptr(self.dtype, mid, cute.AddressSpace.gmem, assumed_align=16)
+        mx = cute.make_tensor(px, cute.make_layout((pool_rows, h), stride=(h, 1)))
+        mm = cute.make_tensor(pm, cute.make_layout((pool_rows, i), stride=(i, 1)))
+        tx, gx = cpasync.make_tiled_tma_atom(load, mx, cute.select(la, mode=[0, 1]), (c.tile_m, bk))
+        tm, gm = cpasync.make_tiled_tma_atom(load, mm, cute.select(la, mode=[0, 1]), (c.tile_m, bk))
 
         @cute.struct
         class Storage:
@@ -60,26 +75,29 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             counts: cute.struct.MemRange[Int32, c.experts]
             base: cute.struct.MemRange[Int32, c.experts + 1]
             ring: cute.struct.MemRange[Int32, SLOTS * self.slot_words]
-            rows: cute.struct.MemRange[Int32, c.tile_m]
+            rows: cute.struct.Align[cute.struct.MemRange[Int32, c.tile_m], 16]
             amax: cute.struct.MemRange[Float32, 256 if c.tile_m == 64 else 1]
             cursor: cute.struct.MemRange[Int32, 1]
+            moving: cute.struct.Align[cute.struct.MemRange[Int32, max(c.move_slots * c.row_bytes // 4, 4)], 16]
             full: cute.struct.Align[cute.struct.MemRange[Int64, stages], 8]
             empty: cute.struct.MemRange[Int64, stages]
             tfull: cute.struct.MemRange[Int64, SLOTS]
             tempty: cute.struct.MemRange[Int64, SLOTS]
+            moved: cute.struct.MemRange[Int64, 1]
 
         self.storage = Storage
         self.kernel(
-            t13, g13, t2, g2, la, lb, lh, w13_scale, w2_scale, x, x_scale, ids, topk_w, b13, b2, mid_static, control, xq, xs, row_route, mid,
-            mid_scale, stage, out, tokens, live, bank_bytes, wait_ms,
+            t13, g13, t2, g2, tx, gx, tm, gm, la, lb, lh, w13_scale, w2_scale, x, x_scale, ids, topk_w, b13, b2, mid_static, control, xq, xs, row_route, pool,
+            pool_scale, mid, mid_scale, stage, out, tokens, live, bank_bytes, pool_rows, wait_ms,
         ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
 
     @cute.kernel
     def kernel(
-        self, t13: cute.CopyAtom, g13: cute.Tensor, t2: cute.CopyAtom, g2: cute.Tensor, la: cute.ComposedLayout, lb: cute.ComposedLayout,
+        self, t13: cute.CopyAtom, g13: cute.Tensor, t2: cute.CopyAtom, g2: cute.Tensor, tx: cute.CopyAtom, gx: cute.Tensor, tm: cute.CopyAtom,
+        gm: cute.Tensor, la: cute.ComposedLayout, lb: cute.ComposedLayout,
         lh: cute.ComposedLayout, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64, topk_w: Int64, b13: Int64, b2: Int64,
-        mid_static: Int64, control: Int64, xq: Int64, xs: Int64, row_route: Int64, mid: Int64, mid_scale: Int64, stage: Int64, out: Int64,
-        tokens: Int32, live: Int64, bank_bytes: Int32, wait_ms: Int32,
+        mid_static: Int64, control: Int64, xq: Int64, xs: Int64, row_route: Int64, pool: Int64, pool_scale: Int64, mid: Int64, mid_scale: Int64, stage: Int64, out: Int64,
+        tokens: Int32, live: Int64, bank_bytes: Int32, pool_rows: Int32, wait_ms: Int32,
     ):
         c = self.c
         tidx, _, _ = cute.arch.thread_idx()
@@ -97,6 +115,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         sA = st.a.get_tensor(la.outer, swizzle=la.inner)
         sB = st.b.get_tensor(lb.outer, swizzle=lb.inner)
         sBh = st.b.get_tensor(lh.outer, swizzle=lh.inner)
+        moving, moved = st.moving.data_ptr(), st.moved.data_ptr()
         a_ptr, scale_ptr, rows, amax, cursor_ptr = st.a.data_ptr(), st.s.data_ptr(), st.rows.data_ptr(), st.amax.data_ptr(), st.cursor.data_ptr()
 
         epoch = launch.epoch_of(control)
@@ -115,11 +134,12 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             cpasync.prefetch_descriptor(t2)
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(c.num_stages):
-                    cute.arch.mbarrier_init(full + s, 1 + ROW_WARPS)
+                    cute.arch.mbarrier_init(full + s, 1 + self.row_arrivals)
                     cute.arch.mbarrier_init(empty + s, MATH_WARPS)
                 for s in cutlass.range_constexpr(SLOTS):
                     cute.arch.mbarrier_init(tfull + s, 1)
-                    cute.arch.mbarrier_init(tempty + s, 1 + ROW_WARPS + MATH_WARPS)
+                    cute.arch.mbarrier_init(tempty + s, 1 + (1 if c.rows == "pool" else ROW_WARPS) + MATH_WARPS)
+                cute.arch.mbarrier_init(moved, 1)
                 cursor[0] = Int32(0)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -140,11 +160,27 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 rows_x, rows_s = x, x_scale
                 if cutlass.const_expr(c.quantize):
                     rows_x, rows_s = xq, xs
-                self.load_rows(
-                    rows_x, rows_s, mid, mid_scale, w13_scale, w2_scale, row_route, control, bank, list_ready, routes, epoch, grid, wait_ms,
-                    memory.shared_address(a_ptr), memory.shared_address(scale_ptr), rows, full, empty, ring,
-                    tfull, tempty, warp - (MATH_WARPS + 2), lane,
-                )
+                if cutlass.const_expr(c.rows == "gather"):
+                    self.load_rows(
+                        rows_x, rows_s, mid, mid_scale, w13_scale, w2_scale, row_route, control, bank, list_ready, routes, pool_rows, epoch, grid,
+                        wait_ms, memory.shared_address(a_ptr), memory.shared_address(scale_ptr), rows, full, empty, ring, tfull, tempty,
+                        warp - (MATH_WARPS + 2), lane,
+                    )
+                else:
+                    ready = bank + regions.ready_offset(bank_bytes)
+                    if warp == MATH_WARPS + 2:
+                        self.load_tiles(
+                            tx, gx, tm, gm, sA, pool_scale, mid_scale, w13_scale, w2_scale, row_route, control, bank, ready, pool_rows, wait_ms,
+                            memory.shared_address(scale_ptr), full, empty, ring, tfull, tempty, lane,
+                        )
+                    else:
+                        if cutlass.const_expr(c.quantize):
+                            deadline.wait_ge(bank + regions.QUANTIZED, grid, control, regions.SITE_QUANTIZED, Int32(0), wait_ms)
+                        dispatch.move_rows(
+                            rows_x, rows_s, pool, pool_scale, row_route, list_ready, ready, control, counts, base, memory.shared_address(moving),
+                            moved, c.move_slots, c.row_bytes, c.kb1 if c.block_scales else 0, c.experts, c.top_k, c.tile_m, pool_rows, routes,
+                            epoch, bidx, grid, wait_ms, lane,
+                        )
         else:
             cute.arch.setmaxregister_increase(240)
             launch.clear_next_bank(control, epoch, bank_bytes, bidx * MATH_THREADS + tidx, grid * MATH_THREADS)
@@ -164,7 +200,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             )
             self.math(
                 sA, sB, scale_ptr, amax, full, empty, ring, tfull, tempty, wg, warp, tidx, x_scale, w13_scale, w2_scale, b13, b2, topk_w,
-                mid_static, mid, mid_scale, stage, bank,
+                mid_static, mid, mid_scale, stage, bank, pool_rows,
             )
             cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
             if tidx == 0:
@@ -181,7 +217,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
     @cute.jit
     def math(
         self, sA, sB, scales, amax_ptr, full, empty, ring, tfull, tempty, wg, warp, tidx, x_scale, w13_scale, w2_scale, b13, b2, topk_w,
-        mid_static, mid, mid_scale, stage_out, bank,
+        mid_static, mid, mid_scale, stage_out, bank, pool_rows,
     ):
         """The math warpgroups' walk over the tasks."""
         c = self.c
@@ -213,11 +249,13 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                     at = slot * self.slot_words
                     routes = cute.make_tensor(ring + (at + WORDS), cute.make_layout(c.tile_m))
                     e, n, pool = words[at + 1], words[at + 2], words[at + 3]
-                    if kind == stream.FC1:
+                    if cutlass.const_expr('noepi' in c.exp):
+                        pass
+                    elif kind == stream.FC1:
                         def exchange(own):
                             return self.exchange_amax(own, exchanged, flip, row, wg, lane)
 
-                        self.fc1(mma.accs, e, n, pool, valid, routes, row, wg, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, exchange)
+                        self.fc1(mma.accs, e, n, pool, valid, routes, row, wg, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange)
                         flip = flip ^ 1
                     else:
                         self.fc2(mma.accs, e, n, valid, routes, row, wg, lane, mid_static, w2_scale, b2, stage_out)

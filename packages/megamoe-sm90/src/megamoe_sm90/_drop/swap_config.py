@@ -13,7 +13,7 @@ EPOCH, STARTED, ABORT, STICKY = 0, 4, 8, 12
 RECORD = 64
 BANKS = 256
 BANK_TILES = 128
-"""Inside a bank: word 0 counts quantized pieces of activations, words from here on the FC2 tiles done of each block of 128 output columns."""
+"""Inside a bank: word 0 counts quantized pieces of activations, words from here on the FC2 tiles done of each block of 256 columns."""
 
 # Wait sites in the error record.
 SITE_ACTIVATIONS, SITE_MID, SITE_PARTIAL, SITE_ROWS = 11, 12, 13, 14
@@ -30,8 +30,8 @@ class SwapConfig:
     Attributes:
         fmt: one of FORMATS.
         experts, top_k, hidden, intermediate: of this rank; ``intermediate`` is the width after the activation.
-        max_tokens: most tokens of one call. Routing of the whole call is computed in the shared memory of every CTA, so tokens * top_k <= 4096.
-        token_tile: tokens of one MMA, one of TOKEN_TILES. An expert with more tokens than this reads its weights once for each tile of them.
+        max_tokens: most tokens of one call. The whole routing is computed in the shared memory of every CTA: tokens * top_k <= 4096.
+        token_tile: tokens of one block, one of TOKEN_TILES. An expert with more tokens reads its weights once for each block of them.
         stages: weight ring depth, at least 4 (None: what shared memory allows).
         token_stages: token ring depth, at least 2 (None: derived).
         act_bf16: x is bf16 and is quantized in the launch; otherwise x comes in the format's type, with x_scale.
@@ -120,8 +120,8 @@ class SwapConfig:
 
     @property
     def tiles2(self) -> int:
-        """FC2 tiles (128 output columns) of an expert."""
-        return -(-self.hidden // 128)
+        """FC2 tiles (256 output columns) of an expert."""
+        return -(-self.hidden // 256)
 
     @property
     def routes(self) -> int:
@@ -139,8 +139,18 @@ class SwapConfig:
 
     @property
     def box_rows(self) -> int:
-        """Token rows of one TMA box: a tile is loaded in at most 4 of them, only as many as hold tokens (at most 4 for tiles above 8)."""
-        return max(8, self.token_tile // 4)
+        """Token rows of one TMA box: a tile is loaded in at most 8 of them, only as many as hold tokens."""
+        return max(8, self.token_tile // 8)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """MMA widths compiled in: a block of few tokens runs the narrowest that holds it, which saves promotion and epilogue."""
+        return {8: (8,), 16: (8, 16), 32: (8, 32), 64: (8, 32, 64), 128: (8, 32, 64, 128)}[self.token_tile]
+
+    @property
+    def scale_pitch(self) -> int:
+        """Floats between the token scales of two ring stages: a TMA box starts at a multiple of 128 bytes."""
+        return max(32, self.token_tile)
 
     @property
     def out_cols(self) -> int:
@@ -154,7 +164,7 @@ class SwapConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the weight ring."""
-        token = self.token_stages * (self.token_tile * 128 + (self.token_tile * 4 if self.scaled else 0) + 16)
+        token = self.token_stages * (self.token_tile * 128 + (self.scale_pitch * 4 if self.scaled else 0) + 16)
         routing = 4 * (self.routes + 2 * self.experts + 2 * self.blocks + (self.rows if self.early else 0) + 8)
         return 1024 + token + self.epilogue_bytes + self.token_tile * 32 + routing + 512
 
@@ -169,16 +179,16 @@ class SwapConfig:
         return BANKS + 2 * self.bank_bytes
 
     def control_bytes(self, ctas: int) -> int:
-        """Zeroed once by the host, and again after an abort. Variants that differ in token_tile, stages and max_tokens may share one block (the largest)."""
+        """Zeroed once by the host, and again after an abort. Variants of one problem may share one block (the largest)."""
         return _up(self.tags + 4 * self.blocks * self.tiles1 + 8 * ctas, 256)
 
     @property
     def partial_bytes(self) -> int:
-        """Partial sums of one CTA: one FC1 tile (gate and up) and one FC2 tile, fp32."""
-        return 3 * 128 * self.token_tile * 4
+        """Partial sums of one CTA: an FC1 and an FC2 tile of 256 weight rows each, fp32."""
+        return 2 * 256 * self.token_tile * 4
 
     def scratch_regions(self, ctas: int) -> dict[str, tuple[int, int]]:
-        """Name -> (offset, bytes), in the order of the kernel's arguments. Any content is fine; variants may share one block (the largest)."""
+        """Name -> (offset, bytes), in the order of the kernel's arguments. Any content; variants may share one block (the largest)."""
         sizes = {
             "xq": self.rows * self.hidden * self.elem,
             "xs": self.rows * self.k1 * 4 if self.scaled else 0,

@@ -4,8 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from megamoe.device import deadline, memory
 
+from megamoe.device import deadline, memory
 from megamoe_sm90._drop import swap_config as layout
 
 # Cache hints of the TMA unit: weights pass through L2 once, tokens are read by every CTA.
@@ -37,29 +37,36 @@ class SwapFeed:
                 k0 = unit - tile * kt
                 n = cutlass.min(kt - k0, last - unit)
                 expert, part = self.weight_tile(fc, tile)
+                # Two boxes of 128 rows: gate and up of the same channels, or 256 neighbouring output columns.
                 rows = 2 * cfg.intermediate if fc == 0 else cfg.hidden
-                first = expert * rows + part * 128
-                halves = 2 if fc == 0 else 1
-                parts = []
-                for half in cutlass.range_constexpr(halves):
-                    box = cute.local_tile(cute.domain_offset((first + half * cfg.intermediate, 0), source), (128, cfg.bk), (0, None))
-                    parts.append(cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(cx.s_w, 0, 2), cute.group_modes(box, 0, 2)))
-                scale = Int64(0)
-                if cutlass.const_expr(cfg.scaled):
-                    table = cx.w13_scale if fc == 0 else cx.w2_scale
-                    scale = table + (Int64(expert) * (rows // 128) + part) * (kt * 4)
+                first = expert * rows + part * (128 if fc == 0 else 256)
+                to, parts, words = None, [], []
+                for half in cutlass.range_constexpr(2):
+                    offset = half * (cfg.intermediate if fc == 0 else 128)
+                    box = cute.local_tile(cute.domain_offset((first + offset, 0), source), (128, cfg.bk), (0, None))
+                    to, of = cpasync.tma_partition(
+                        tma, 0, cute.make_layout(1), cute.group_modes(cx.s_w, 0, 2), cute.group_modes(box, 0, 2)
+                    )
+                    parts.append(of)
+                    if cutlass.const_expr(cfg.scaled):
+                        if cutlass.const_expr(fc == 0):
+                            line = Int64(expert) * (rows // 128) + part + half * cfg.tiles1
+                            words.append(cx.w13_scale + line * (kt * 4))
+                        else:
+                            # A width of an odd number of 128 columns: the last half tile is loaded for nothing.
+                            line = Int64(expert) * (rows // 128) + cutlass.min(2 * part + half, rows // 128 - 1)
+                            words.append(cx.w2_scale + line * (kt * 4))
                 for i in cutlass.range(n, unroll=1):
                     k = k0 + i
-                    for half in cutlass.range_constexpr(halves):
+                    for half in cutlass.range_constexpr(2):
                         cute.arch.mbarrier_wait(cx.w_empty + stage, phase)
                         bar = cx.w_full + stage
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(bar, layout.STAGE_BYTES)
                             if cutlass.const_expr(cfg.scaled):
-                                word = scale + Int64(k) * 4 + half * (cfg.tiles1 * kt * 4)
-                                memory.copy_4(memory.shared_address(cx.s_ws.iterator + stage), word)
+                                memory.copy_4(memory.shared_address(cx.s_ws.iterator + stage), words[half] + Int64(k) * 4)
                                 cute.arch.cp_async_mbarrier_arrive_noinc(bar)
-                        cute.copy(tma, parts[half][1][None, k], parts[half][0][None, stage], tma_bar_ptr=bar, cache_policy=Int64(EVICT_FIRST))
+                        cute.copy(tma, parts[half][None, k], to[None, stage], tma_bar_ptr=bar, cache_policy=Int64(EVICT_FIRST))
                         stage = stage + 1
                         if stage == cfg.stages:
                             stage = Int32(0)
@@ -116,7 +123,9 @@ class SwapFeed:
                 if cutlass.const_expr(cfg.scaled):
                     size = size + cfg.token_tile * 4
                     box_s = cute.local_tile(cute.domain_offset((row, 0), scales), (cfg.token_tile, 1), (0, None))
-                    to_s, of_s = cpasync.tma_partition(tma_s, 0, cute.make_layout(1), cute.group_modes(cx.s_ts, 0, 2), cute.group_modes(box_s, 0, 2))
+                    to_s, of_s = cpasync.tma_partition(
+                        tma_s, 0, cute.make_layout(1), cute.group_modes(cx.s_ts, 0, 2), cute.group_modes(box_s, 0, 2)
+                    )
                 for i in cutlass.range(n, unroll=1):
                     cute.arch.mbarrier_wait(cx.t_empty + stage, phase)
                     bar = cx.t_full + stage

@@ -11,12 +11,13 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8
+from cutlass import Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from megamoe.device import memory
 
+from megamoe.device import memory
 from megamoe_sm90._drop import swap_config as layout
 from megamoe_sm90._drop.swap_config import SwapConfig
+from megamoe_sm90._drop.swap_ends import SwapEnds
 from megamoe_sm90._drop.swap_epilogue import DTYPES, SwapEpilogue
 from megamoe_sm90._drop.swap_feed import SwapFeed
 from megamoe_sm90._drop.swap_math import SwapMath
@@ -34,7 +35,7 @@ class Context:
         self.__dict__.update(values)
 
 
-class SwapKernel(SwapRouting, SwapFeed, SwapMath, SwapEpilogue):
+class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
     """One compiled variant; see SwapConfig for what is constant."""
 
     def __init__(self, cfg: SwapConfig):
@@ -61,7 +62,7 @@ class SwapKernel(SwapRouting, SwapFeed, SwapMath, SwapEpilogue):
         lw = cute.tile_to_shape(atom, (128, cfg.bk, cfg.stages), order=(0, 1, 2))
         lt = cute.tile_to_shape(atom, (nt, cfg.bk, cfg.token_stages), order=(0, 1, 2))
         lbox = cute.tile_to_shape(atom, (cfg.box_rows, cfg.bk), order=(0, 1))
-        ls = cute.make_layout((nt, 1, cfg.token_stages), stride=(1, nt, nt))
+        ls = cute.make_layout((nt, 1, cfg.token_stages), stride=(1, nt, cfg.scale_pitch))
         load = cpasync.CopyBulkTensorTileG2SOp()
 
         def tma(tensor, box, tile):
@@ -82,7 +83,7 @@ class SwapKernel(SwapRouting, SwapFeed, SwapMath, SwapEpilogue):
         class Storage:
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, 128 * cfg.bk * cfg.stages], 1024]
             t: cute.struct.Align[cute.struct.MemRange[self.dtype, nt * cfg.bk * cfg.token_stages], 1024]
-            ts: cute.struct.Align[cute.struct.MemRange[Float32, nt * cfg.token_stages if cfg.scaled else 4], 128]
+            ts: cute.struct.Align[cute.struct.MemRange[Float32, cfg.scale_pitch * cfg.token_stages if cfg.scaled else 4], 128]
             out: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.epilogue_bytes], 16]
             amax: cute.struct.Align[cute.struct.MemRange[Float32, nt * 8], 16]
             w_full: cute.struct.MemRange[Int64, cfg.stages]
@@ -132,7 +133,7 @@ class SwapKernel(SwapRouting, SwapFeed, SwapMath, SwapEpilogue):
             route=st.route.get_tensor(cute.make_layout(cfg.routes)), count=st.count.get_tensor(cute.make_layout(cfg.experts)),
             base=st.base.get_tensor(cute.make_layout(cfg.experts)), block_info=st.block_info.get_tensor(cute.make_layout(cfg.blocks)),
             block_row=st.block_row.get_tensor(cute.make_layout(cfg.blocks)),
-            row_weight=st.row_weight.get_tensor(cute.make_layout(cfg.rows)) if cfg.early else None, misc=s_misc)
+            row_weight=st.row_weight.get_tensor(cute.make_layout(cfg.rows)) if cfg.early else None, misc=s_misc, mma={})
 
         if live != 0:
             tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
@@ -167,10 +168,7 @@ class SwapKernel(SwapRouting, SwapFeed, SwapMath, SwapEpilogue):
         epoch = s_misc[1]
         cx.set(tokens=tokens, blocks=blocks, units1=blocks * (cfg.tiles1 * cfg.k1), units2=blocks * (cfg.tiles2 * cfg.k2),
                pieces=tokens * (-(-cfg.hidden // 512)), tag=epoch + 1, bank=control + layout.BANKS + Int64(epoch & 1) * cfg.bank_bytes)
-        mma0, mma1 = self.mma(False), self.mma(True)
-        thr = mma0.get_slice(0)
-        cx.set(mma0=mma0, mma1=mma1, t_a=mma0.make_fragment_A(thr.partition_A(cute.local_tile(cx.s_w, (64, cfg.bk), (wg, 0, None)))),
-               t_b=mma0.make_fragment_B(thr.partition_B(cx.s_t)))
+        self.bind_mma()
         # setmaxnreg takes effect only where each role is one branch of a single if / else.
         if wg == 2:
             cute.arch.setmaxregister_decrease(24)

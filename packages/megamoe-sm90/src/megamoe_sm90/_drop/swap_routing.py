@@ -1,10 +1,10 @@
-"""Routing of a few thousand routes, done by every CTA for itself in shared memory: no grid-wide step stands before the first weight load."""
+"""Routing of a few thousand routes, done by every CTA for itself in shared memory: no grid-wide step before the first weight load."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from megamoe.device import memory
 
+from megamoe.device import memory
 from megamoe_sm90._drop.swap_config import STICKY
 
 STICKY_BAD_ID = 1

@@ -1,0 +1,157 @@
+"""The two ends of a launch: activations into the pool rows of their routes, and the top-k sum of the routes' rows."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+
+from megamoe.device import deadline, memory
+from megamoe_sm90._drop import swap_config as layout
+
+
+class SwapEnds:
+    """Mixin of SwapKernel, run by the math warps."""
+
+    @cute.jit
+    def place_activations(self):
+        """Pieces of 512 elements of a token, one a warp and step: quantize and copy into the pool row of each of the token's routes."""
+        cx, cfg = self.cx, self.cfg
+        pieces_a_token = -(-cfg.hidden // 512)
+        done = Int32(0)
+        piece = cx.warp * cx.grid + cx.cta
+        while piece < cx.pieces:
+            token = piece // pieces_a_token
+            first = (piece - token * pieces_a_token) * 512
+            for half in cutlass.range_constexpr(2):
+                at = first + half * 256 + cx.lane * 8
+                inside = at < cfg.hidden
+                # Lanes past the row repeat its end: they take part in the shuffles and store nothing.
+                at = cutlass.min(at, cfg.hidden - 8)
+                if cutlass.const_expr(cfg.act_bf16):
+                    words = memory.ld_v4(cx.x + (Int64(token) * cfg.hidden + at) * 2)
+                    if cutlass.const_expr(cfg.elem == 2):
+                        self.copy_to_routes(token, cx.xq + at * 2, words, inside)
+                    else:
+                        self.quantize(token, at, words, inside)
+                elif cutlass.const_expr(cfg.elem == 2):
+                    self.copy_to_routes(token, cx.xq + at * 2, memory.ld_v4(cx.x + (Int64(token) * cfg.hidden + at) * 2), inside)
+                else:
+                    self.copy_to_routes(token, cx.xq + at, [memory.ld_i64(cx.x + Int64(token) * cfg.hidden + at)], inside)
+                    if cutlass.const_expr(cfg.scaled):
+                        k = at // 128
+                        scale = memory.ld_f32(cx.x_scale + (Int64(token) * cfg.k1 + k) * 4)
+                        self.scale_to_routes(token, k, scale, inside and cx.lane % 16 == 0)
+            done = done + 1
+            piece = piece + 8 * cx.grid
+        cute.arch.sync_warp()
+        if cx.lane == 0 and done > 0:
+            memory.red_release(cx.bank, done)
+
+    @cute.jit
+    def quantize(self, token: Int32, at: Int32, words, inside):
+        cx, cfg = self.cx, self.cfg
+        raw = cute.make_rmem_tensor(cute.make_layout(4), Int32)
+        for i in cutlass.range_constexpr(4):
+            raw[i] = words[i]
+        value = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+        value.store(cute.recast_tensor(raw, BFloat16).load().to(Float32))
+        if cutlass.const_expr(cfg.scaled):
+            top = Float32(1e-10)
+            for i in cutlass.range_constexpr(8):
+                top = cute.arch.fmax(top, cute.arch.fmax(value[i], -value[i]))
+            for step in cutlass.range_constexpr(4):
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << step))
+            scale = top / 448.0
+            self.scale_to_routes(token, at // 128, scale, inside and cx.lane % 16 == 0)
+        else:
+            scale = memory.ld_f32(cx.x_scale)
+        for i in cutlass.range_constexpr(8):
+            value[i] = value[i] / scale
+        out = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
+        out.store(value.load().to(self.dtype))
+        self.copy_to_routes(token, cx.xq + at, [cute.recast_tensor(out, Int64)[0]], inside)
+
+    @cute.jit
+    def copy_to_routes(self, token: Int32, base: Int64, words, inside):
+        cx, cfg = self.cx, self.cfg
+        for slot in cutlass.range(cfg.top_k, unroll=1):
+            row = cx.route[token * cfg.top_k + slot]
+            if inside and row >= 0:
+                at = base + Int64(row) * (cfg.hidden * cfg.elem)
+                if cutlass.const_expr(len(words) == 1):
+                    memory.st_i64(at, words[0])
+                else:
+                    memory.st_v4(at, words[0], words[1], words[2], words[3])
+
+    @cute.jit
+    def scale_to_routes(self, token: Int32, k: Int32, scale: Float32, inside):
+        cx, cfg = self.cx, self.cfg
+        for slot in cutlass.range(cfg.top_k, unroll=1):
+            row = cx.route[token * cfg.top_k + slot]
+            if inside and row >= 0:
+                memory.st_f32(cx.xs + (Int64(k) * cfg.rows + row) * 4, scale)
+
+    @cute.jit
+    def sum_rows(self):
+        """out[token] = sum over slots, in slot order, fp32, one rounding. An item is (256 columns, token): one warp, 8 columns a lane.
+
+        A CTA's items lie next to the columns that it finished itself, so few of them are waited for.
+        """
+        cx, cfg = self.cx, self.cfg
+        items = cx.tokens * cfg.tiles2
+        item = self.span(items, cx.cta)
+        last = self.span(items, cx.cta + 1)
+        if item < last:
+            part = item // cx.tokens + cx.lane
+            while part <= (last - 1) // cx.tokens:
+                done = cx.bank + (layout.BANK_TILES + Int64(part) * 4)
+                deadline.wait_ge(done, cx.blocks, cx.control, layout.SITE_ROWS, part, cx.deadline)
+                part = part + 32
+            cute.arch.sync_warp()
+            item = item + cx.warp
+            while item < last:
+                part = item // cx.tokens
+                at = part * 256 + cx.lane * 8
+                if at < cfg.hidden:
+                    self.sum_token(item - part * cx.tokens, at)
+                item = item + 8
+
+    @cute.jit
+    def sum_token(self, token: Int32, at: Int32):
+        cx, cfg = self.cx, self.cfg
+        acc = [Float32(0.0)] * 8
+        for first in cutlass.range_constexpr(0, cfg.top_k, 8):
+            slots = range(first, min(first + 8, cfg.top_k))
+            words, weights = [], []
+            for slot in slots:  # all loads of a batch are in flight before the first is used
+                index = token * cfg.top_k + slot
+                row = cx.route[index]
+                weight = Float32(1.0)
+                if cutlass.const_expr(not cfg.early):
+                    weight = memory.ld_f32(cx.topk_w + Int64(index) * 4)
+                # A slot without a route reads row 0, which may hold anything, and counts nothing.
+                words.append((row, self.ld_row(cutlass.max(row, 0), at)))
+                weights.append(weight)
+            for (row, four), weight in zip(words, weights, strict=True):
+                for i in cutlass.range_constexpr(4):
+                    low = self.bits_to_float(four[i] << 16)
+                    high = self.bits_to_float(four[i] & -65536)
+                    for c, value in ((0, low), (1, high)):
+                        term = cute.math.fma(value, weight, acc[2 * i + c])
+                        acc[2 * i + c] = Float32(cutlass.select_(row >= 0, term, acc[2 * i + c]))
+        flat = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+        for i in cutlass.range_constexpr(8):
+            flat[i] = acc[i]
+        rounded = cute.make_rmem_tensor(cute.make_layout(8), BFloat16)
+        rounded.store(flat.load().to(BFloat16))
+        w = cute.recast_tensor(rounded, Int32)
+        memory.st_v4(cx.out + (Int64(token) * cfg.hidden + at) * 2, w[0], w[1], w[2], w[3])
+
+    def ld_row(self, row, at):
+        return cute.arch.inline_ptx(
+            "ld.global.cg.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[self.cx.stage + (Int64(row) * self.cfg.hidden + at) * 2],
+        )
+
+    def bits_to_float(self, bits):
+        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
