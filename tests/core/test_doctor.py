@@ -49,7 +49,7 @@ def test_dsl_flavours_that_overwrite_each_other(version):
     assert 'pip install --upgrade "nvidia-cutlass-dsl[cu13]>=4.8,<4.9"' in found.fix
 
 
-@pytest.mark.parametrize("healthy", [dsl("4.8.0", 12, 13), dsl("4.10.0", 12, 13), dsl("4.5.2"), {}])
+@pytest.mark.parametrize("healthy", [dsl("4.8", 12, 13), dsl("4.8.0", 12, 13), dsl("4.10.0", 12, 13), dsl("4.5.2"), {}])
 def test_dsl_flavours_that_are_apart_or_alone(healthy):
     assert cuda_wheels.dsl_overwritten(healthy) == []
 
@@ -300,7 +300,15 @@ def test_the_snapshot_reads_what_is_installed(site):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("4.8.1", (4, 8, 1)), ("4.10", (4, 10)), ("2.13.0+cu130", (2, 13, 0)), ("4.8.0rc1", (4, 8, 0)), ("4.8.dev3", (4, 8)), ("", ())],
+    [
+        ("4.8.1", (4, 8, 1)),
+        ("4.10", (4, 10)),
+        ("2.13.0+cu130", (2, 13, 0)),
+        ("2.13+cu13.4", (2, 13)),
+        ("4.8.0rc1", (4, 8, 0)),
+        ("4.8.dev3", (4, 8)),
+        ("", ()),
+    ],
 )
 def test_numbers_of_a_version(text, expected):
     assert installed.numbers(text) == expected
