@@ -1,5 +1,7 @@
 """The reference backend on one rank, judged by the float64 oracle."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -181,6 +183,9 @@ def test_the_final_sum_is_float32_in_slot_order_with_one_rounding():
             if routed[token, slot]:
                 want[token] = want[token] + np.float32(weights[token, slot]) * next(next_row)
     assert same(arithmetic.weighted_sum(rows, routed, weights), torch.from_numpy(want).bfloat16())
+    # Sums that only this order gets right: float32 loses the 1 beside 10^8.
+    big = torch.tensor([[1e8], [-1e8], [1.0], [1.0], [1e8], [-1e8]]).bfloat16()
+    assert arithmetic.weighted_sum(big, torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3)).tolist() == [[1.0], [0.0]]
 
 
 def test_rows_are_rounded_to_bf16_before_they_are_weighted():
@@ -448,3 +453,8 @@ def test_gradients_are_not_recorded():
     trial = make_trial(problem(), seed=41)
     x, ids, weights = trial.inputs[0]
     assert not run(trial.problem, trial.weights, x.requires_grad_(), ids, weights.requires_grad_()).requires_grad
+
+
+def test_describing_the_backend_loads_no_torch():
+    code = "import sys, megamoe.reference; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

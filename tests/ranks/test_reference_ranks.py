@@ -210,6 +210,7 @@ def mismatches(rank):
     share = (1, 0, 2, 3)[rank]
     wrong_share = make_trial(uneven, ranks=4, seed=76).local_weights(share)
     seen["shares swapped"] = error_of(lambda: made(uneven, wrong_share))
+    seen["experts that do not divide"] = error_of(lambda: made(problem(experts=15)))
     seen["fine at last"] = error_of(made)
     return seen
 
@@ -234,6 +235,8 @@ def test_every_disagreement_is_an_error_on_every_rank():
         kind, text, by = seen["shares swapped"]
         assert (kind, by) == (("InvalidInput", None) if rank in (0, 1) else ("PeerAborted", 0))
         assert f"hold {(3, 5)[rank]} experts; allowed: {(5, 3)[rank]}" in text if rank < 2 else "world rank 0 reports" in text
+        assert seen["experts that do not divide"][0] == "UnsupportedProblem"
+        assert "Placement.even(15, 4)" in seen["experts that do not divide"][1]
         assert seen["fine at last"] is None
 
 
@@ -315,15 +318,18 @@ def lost_peer(rank):
     first = error_of(lambda: s.run(*trial.inputs[rank]))
     second = error_of(lambda: s.run(*trial.inputs[rank]))
     s.close()
-    return first, second
+    broken = replace(trial.local_weights(rank), w13=None)
+    third = error_of(lambda: MoELayer(trial.problem, broken, backend="reference", group=group))
+    return first, second, third
 
 
 def test_a_peer_that_vanishes_is_an_error_and_no_hang():
-    first, second = launch(lost_peer, 2, timeout=30.0)[0]
+    first, second, third = launch(lost_peer, 2, timeout=30.0)[0]
     assert first[0] == "PeerAborted"
     assert "A collective among the ranks failed" in first[1]
     assert first[2] == -1
     assert second[0] == "SessionClosed"
+    assert third[0] == "InvalidInput"
 
 
 def mismatch_is_the_documented_class(rank):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
@@ -78,10 +79,10 @@ def agree(group: Group, config: Configuration, device: torch.device) -> str:
 def reject(group: Group, error: BaseException, device: torch.device) -> None:
     """Take part in a pending :func:`agree` only to tell the others why this rank cannot go on. The caller then raises ``error``.
 
-    Raises:
-        PeerAborted: another rank was lost meanwhile.
+    Raises nothing when the others cannot be reached: ``error`` is what the user has to see.
     """
-    group.gather_bytes(_encode({"error": f"{type(error).__name__}: {error}"}), device)
+    with suppress(PeerAborted):
+        group.gather_bytes(_encode({"error": f"{type(error).__name__}: {error}"}), device)
 
 
 def _exchange(group: Group, fields: Mapping[str, str], device: torch.device) -> list[dict[str, str]]:
