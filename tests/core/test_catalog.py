@@ -5,25 +5,17 @@ import sys
 
 import pytest
 
-from megamoe import catalog, nvml
+from megamoe import catalog
 
-from .wheels import HOPPER, WORKSTATION, Site, gpus, without_site_packages
+from .wheels import HOPPER, WORKSTATION, Site, see_gpus, see_only
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """Discovery that sees an empty site folder, no GPU and no settings."""
     planted = Site(tmp_path / "site")
-    monkeypatch.setattr(sys, "path", [str(planted.folder), *without_site_packages()])
-    monkeypatch.setattr(catalog, "_known", None)
-    for name in ("MEGAMOE_BACKEND", "MEGAMOE_DISABLE"):
-        monkeypatch.delenv(name, raising=False)
-    see(monkeypatch)
+    see_only(monkeypatch, planted.folder)
     return planted
-
-
-def see(monkeypatch, *devices):
-    monkeypatch.setattr(nvml, "query", lambda: gpus(*devices))
 
 
 def record(name="sm90"):
@@ -42,7 +34,7 @@ def test_core_alone_offers_its_reference_backend(site):
 
 def test_ok_on_its_gpu(site, monkeypatch):
     site.backend("sm90", ((9, 0),))
-    see(monkeypatch, HOPPER)
+    see_gpus(monkeypatch, HOPPER)
     r = record()
     assert (r.state, r.reasons, r.version, r.location) == ("ok", (), "0.1.0", str(site.folder))
     assert r.spec.name == "sm90"
@@ -59,14 +51,14 @@ def test_ok_on_its_gpu(site, monkeypatch):
 )
 def test_gpus_are_matched_by_capability(site, monkeypatch, archs, devices, state):
     site.backend("b", archs)
-    see(monkeypatch, *devices)
+    see_gpus(monkeypatch, *devices)
     assert record("b").state == state
 
 
 def test_unavailable_names_needed_and_found(site, monkeypatch):
     site.backend("b", ((12, None), (10, 3)))
-    see(monkeypatch, HOPPER)
-    assert "needs compute capability 12.x or 10.3, found 9.0 (NVIDIA H200)" in words(record("b"))
+    see_gpus(monkeypatch, HOPPER)
+    assert "needs compute capability 12.x or 10.3, found NVIDIA H200 (compute capability 9.0)" in words(record("b"))
 
 
 def test_unavailable_without_a_driver_says_so(site):
@@ -76,7 +68,7 @@ def test_unavailable_without_a_driver_says_so(site):
 
 def test_a_wheel_without_a_kernel_is_unavailable_on_its_own_gpu(site, monkeypatch):
     site.backend("sm90", more="missing='no kernel in this release'")
-    see(monkeypatch, HOPPER)
+    see_gpus(monkeypatch, HOPPER)
     r = record()
     assert (r.state, [x.text for x in r.reasons]) == ("unavailable", ["no kernel in this release"])
 

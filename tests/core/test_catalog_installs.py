@@ -5,19 +5,16 @@ import sys
 
 import pytest
 
-from megamoe import catalog, nvml
+from megamoe import catalog
 
-from .wheels import Site, claim, gpus, without_site_packages
+from .wheels import Site, claim, see_only
 
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
     """Two site folders, the first before the second on ``sys.path``."""
     folders = [Site(tmp_path / "first"), Site(tmp_path / "second")]
-    monkeypatch.setattr(sys, "path", [*(str(site.folder) for site in folders), *without_site_packages()])
-    monkeypatch.setattr(catalog, "_known", None)
-    monkeypatch.setattr(nvml, "query", gpus)
-    monkeypatch.delenv("MEGAMOE_DISABLE", raising=False)
+    see_only(monkeypatch, *(site.folder for site in folders))
     return folders
 
 

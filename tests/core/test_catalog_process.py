@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import megamoe
-from megamoe import catalog, nvml
+from megamoe import catalog
 
-from .wheels import HOPPER, Site, gpus, without_site_packages
+from .wheels import Site, see_only
 
 PACKAGE = Path(megamoe.__file__).parent
 
@@ -33,9 +33,7 @@ def python(*arguments, cwd=None, **variables):
 
 def test_threads_share_one_look(tmp_path, monkeypatch):
     site = Site(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *without_site_packages()])
-    monkeypatch.setattr(catalog, "_known", None)
-    monkeypatch.setattr(nvml, "query", lambda: gpus(HOPPER))
+    see_only(monkeypatch, tmp_path)
     counter = tmp_path / "imports"
     site.wheel("m", f"import time\ntime.sleep(0.2)\nopen({str(counter)!r}, 'a').write('x')\nSPEC = 1\n")
     gate = threading.Barrier(8)
@@ -106,9 +104,7 @@ def test_five_hundred_unrelated_distributions_cost_little(tmp_path, monkeypatch)
         entries = f"[console_scripts]\nrun{i} = package{i}:main\n" if i % 2 else ""
         site.info(f"package-{i}", "1.0", entries=entries, requires=[f"package-{i + 1}"] * 20)
     site.backend("m", ())
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *without_site_packages()])
-    monkeypatch.setattr(catalog, "_known", None)
-    monkeypatch.setattr(nvml, "query", gpus)
+    see_only(monkeypatch, tmp_path)
     seconds = []
     for _ in range(7):
         start = time.perf_counter()

@@ -1,26 +1,19 @@
 """`megamoe backends`: the list as people and programs read it."""
 
 import json
-import sys
 
 import pytest
 
-from megamoe import catalog, cli, nvml
+from megamoe import cli
 
-from .wheels import HOPPER, Site, gpus, without_site_packages
+from .wheels import HOPPER, Site, see_gpus, see_only
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     planted = Site(tmp_path / "site")
-    monkeypatch.setattr(sys, "path", [str(planted.folder), *without_site_packages()])
-    monkeypatch.setattr(catalog, "_known", None)
-    monkeypatch.setattr(nvml, "_known", None)
-    monkeypatch.setattr(nvml, "query", gpus)
-    for name in ("MEGAMOE_BACKEND", "MEGAMOE_DISABLE"):
-        monkeypatch.delenv(name, raising=False)
-    yield planted
-    nvml._known = None
+    see_only(monkeypatch, planted.folder)
+    return planted
 
 
 def test_text_names_states_reasons_fixes_and_the_choice(site, capsys):
@@ -61,7 +54,7 @@ def test_verbose_adds_places_and_tracebacks(site, capsys):
 
 
 def test_json_is_complete(site, capsys, monkeypatch):
-    monkeypatch.setattr(nvml, "query", lambda: gpus(HOPPER))
+    see_gpus(monkeypatch, HOPPER)
     site.backend("sm90", version="1.2.3")
     site.wheel("bad", "1 / 0")
     assert cli.main(["backends", "--json"]) == 0
@@ -76,7 +69,7 @@ def test_json_is_complete(site, capsys, monkeypatch):
 
 
 def test_nothing_to_choose_is_three(site, capsys, monkeypatch):
-    monkeypatch.setattr(nvml, "query", lambda: gpus(HOPPER))
+    see_gpus(monkeypatch, HOPPER)
     assert cli.main(["backends"]) == 3
     assert "none: No backend can run on NVIDIA H200" in capsys.readouterr().out
     monkeypatch.setenv("MEGAMOE_BACKEND", "nobody")

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import re
-import sys
 import types
 
 import pytest
@@ -14,7 +13,7 @@ from megamoe.doctor import cuda_wheels, installed, machine, own_wheels
 from megamoe.doctor.installed import Package
 from megamoe.protocol import Reason
 
-from .wheels import HOPPER, WORKSTATION, Site, gpus, without_site_packages
+from .wheels import HOPPER, WORKSTATION, Site, gpus, see_gpus, see_only
 
 BLACKWELL = nvml.Device(0, "NVIDIA B200", "GPU-9", (10, 0), 190_000_000_000)
 
@@ -227,15 +226,12 @@ def test_backends_that_do_not_run(state, level):
 def site(tmp_path, monkeypatch):
     """An examination that sees an empty site folder and no GPU."""
     planted = Site(tmp_path / "site")
-    monkeypatch.setattr(sys, "path", [str(planted.folder), *without_site_packages()])
+    see_only(monkeypatch, planted.folder)
     monkeypatch.setattr(own_wheels, "missing_requirements", list)
-    for name in ("MEGAMOE_BACKEND", "MEGAMOE_DISABLE", "MEGAMOE_TIMEOUT", "MEGAMOE_LOG"):
+    for name in ("MEGAMOE_TIMEOUT", "MEGAMOE_LOG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(catalog, "_known", None)
-    monkeypatch.setattr(nvml, "query", gpus)
-    yield planted
-    nvml._known = None
+    return planted
 
 
 def test_a_bare_machine_is_healthy(site):
@@ -250,7 +246,7 @@ def test_errors_come_first_and_every_fault_is_there(site, monkeypatch):
     site.info("nvshmem4py-cu13", "0.4.1")
     site.info("megamoe-sm90", "9.9.9")
     site.wheel("m", "1 / 0")
-    monkeypatch.setattr(nvml, "query", lambda: gpus(HOPPER))
+    see_gpus(monkeypatch, HOPPER)
     found = doctor.examine()
     levels = [f.level for f in found.findings]
     assert levels == sorted(levels, key=["error", "warning", "note"].index)
@@ -266,7 +262,7 @@ def test_errors_come_first_and_every_fault_is_there(site, monkeypatch):
 
 
 def test_a_gpu_without_its_wheel_is_the_verdict(site, monkeypatch):
-    monkeypatch.setattr(nvml, "query", lambda: gpus(HOPPER))
+    see_gpus(monkeypatch, HOPPER)
     found = doctor.examine()
     assert found.backend is None
     assert 'pip install "megamoe-core[sm90]"' in only(found.errors).fix

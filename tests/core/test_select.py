@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from megamoe import catalog, nvml, select
+from megamoe import nvml, select
 from megamoe.errors import (
     BackendAmbiguous,
     BackendBroken,
@@ -16,26 +16,16 @@ from megamoe.errors import (
     InvalidInput,
 )
 
-from .wheels import HOPPER, WORKSTATION, Site, gpus, without_site_packages
+from .wheels import HOPPER, WORKSTATION, Site, see_gpus, see_only
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """Selection that sees an empty site folder, no GPU and no settings."""
     planted = Site(tmp_path / "site")
-    monkeypatch.setattr(sys, "path", [str(planted.folder), *without_site_packages()])
-    for name in ("MEGAMOE_BACKEND", "MEGAMOE_DISABLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(catalog, "_known", None)
-    monkeypatch.setattr(nvml, "_known", None)
-    see(monkeypatch)
+    see_only(monkeypatch, planted.folder)
     select._say_reference.cache_clear()
     return planted
-
-
-def see(monkeypatch, *devices):
-    monkeypatch.setattr(nvml, "query", lambda: gpus(*devices))
-    monkeypatch.setattr(nvml, "_known", None)
 
 
 def test_without_gpu_the_reference_runs_and_says_so_once(site, caplog):
@@ -47,7 +37,7 @@ def test_without_gpu_the_reference_runs_and_says_so_once(site, caplog):
 
 
 def test_the_cpu_asked_for_is_no_news(site, caplog, monkeypatch):
-    see(monkeypatch, HOPPER)
+    see_gpus(monkeypatch, HOPPER)
     site.backend("sm90")
     with caplog.at_level(logging.WARNING, logger="megamoe"):
         assert select.get_backend(device="cpu").spec.name == "reference"
@@ -58,7 +48,7 @@ def test_the_cpu_asked_for_is_no_news(site, caplog, monkeypatch):
 def test_the_gpu_decides(site, monkeypatch):
     for name, archs in (("sm90", ((9, 0),)), ("sm120", ((12, None),))):
         site.backend(name, archs)
-    see(monkeypatch, HOPPER, WORKSTATION)
+    see_gpus(monkeypatch, HOPPER, WORKSTATION)
     assert select.get_backend().spec.name == "sm90"
     assert select.get_backend(device=0).spec.name == "sm90"
     assert select.get_backend(device="cuda:1").spec.name == "sm120"
@@ -68,7 +58,7 @@ def test_the_gpu_decides(site, monkeypatch):
 def test_exact_capability_comes_before_family(site, monkeypatch):
     site.backend("aaa-family", ((12, None),))
     site.backend("zzz-exact", ((12, 0),))
-    see(monkeypatch, WORKSTATION)
+    see_gpus(monkeypatch, WORKSTATION)
     assert select.choose().name == "zzz-exact"
 
 
@@ -76,7 +66,7 @@ def test_exact_capability_comes_before_family(site, monkeypatch):
 def test_two_that_fit_equally_well_are_an_error(site, monkeypatch, archs):
     site.backend("one", archs, version="1.5")
     site.backend("two", archs, version="2.5")
-    see(monkeypatch, WORKSTATION)
+    see_gpus(monkeypatch, WORKSTATION)
     with pytest.raises(BackendAmbiguous, match=r"one 1\.5 \(ok\) and two 2\.5 \(ok\) fit RTX PRO 6000 .*MEGAMOE_BACKEND=one"):
         select.get_backend()
 
@@ -84,7 +74,7 @@ def test_two_that_fit_equally_well_are_an_error(site, monkeypatch, archs):
 def test_a_disabled_rival_leaves_one(site, monkeypatch):
     site.backend("one", ((12, 0),))
     site.backend("two", ((12, 0),))
-    see(monkeypatch, WORKSTATION)
+    see_gpus(monkeypatch, WORKSTATION)
     monkeypatch.setenv("MEGAMOE_DISABLE", "one")
     assert select.choose().name == "two"
 
@@ -93,7 +83,7 @@ def test_argument_before_environment_before_gpu(site, monkeypatch):
     for name in ("a", "b"):
         site.backend(name, ())
     site.backend("sm90")
-    see(monkeypatch, HOPPER)
+    see_gpus(monkeypatch, HOPPER)
     assert select.get_backend().spec.name == "sm90"
     monkeypatch.setenv("MEGAMOE_BACKEND", " a ")
     assert select.get_backend().spec.name == "a"
@@ -147,23 +137,23 @@ def test_named_states_raise_their_own_error_with_every_reason(site, monkeypatch)
 
 def test_a_gpu_without_its_wheel_names_the_wheel_and_never_falls_back(site, monkeypatch):
     site.backend("sm90")
-    see(monkeypatch, WORKSTATION)
+    see_gpus(monkeypatch, WORKSTATION)
     with pytest.raises(BackendUnavailable) as caught:
         select.get_backend()
     text = str(caught.value)
     assert 'pip install "megamoe-core[sm120]"' in text
-    assert "sm90 0.1.0 (unavailable: needs compute capability 9.0, found 12.0 (RTX PRO 6000))" in text
+    assert "sm90 0.1.0 (unavailable: needs compute capability 9.0, found RTX PRO 6000 (compute capability 12.0))" in text
 
 
 def test_a_gpu_whose_wheel_cannot_run_gets_the_wheels_own_fix(site, monkeypatch):
     site.backend("sm90", requires=["nowhere>=2"])
-    see(monkeypatch, HOPPER)
+    see_gpus(monkeypatch, HOPPER)
     with pytest.raises(BackendUnavailable, match=r'needs nowhere>=2, which is not installed.*pip install "nowhere>=2"'):
         select.get_backend()
 
 
 def test_a_gpu_no_wheel_is_made_for_says_so(site, monkeypatch):
-    see(monkeypatch, nvml.Device(0, "A100", "GPU-3", (8, 0), 80_000_000_000))
+    see_gpus(monkeypatch, nvml.Device(0, "A100", "GPU-3", (8, 0), 80_000_000_000))
     with pytest.raises(BackendUnavailable, match=r"no wheel is made for compute capability 8\.0; backend='reference' runs everywhere"):
         select.get_backend()
 
@@ -227,7 +217,7 @@ def test_a_probe_that_gives_no_verdict_is_broken(site):
 def test_torchs_current_gpu_counts_once_cuda_runs(site, monkeypatch):
     for name, archs in (("sm90", ((9, 0),)), ("sm120", ((12, None),))):
         site.backend(name, archs)
-    see(monkeypatch, HOPPER, WORKSTATION)
+    see_gpus(monkeypatch, HOPPER, WORKSTATION)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert select.choose().name == "sm90"  # asking torch now would start CUDA
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -253,7 +243,7 @@ def test_a_device_that_is_none_is_invalid(site, device):
 
 
 def test_a_gpu_beyond_the_visible_ones_is_invalid(site, monkeypatch):
-    see(monkeypatch, HOPPER, WORKSTATION)
+    see_gpus(monkeypatch, HOPPER, WORKSTATION)
     with pytest.raises(InvalidInput, match="2 GPU\\(s\\) are visible; allowed: 'cuda:0' to 'cuda:1'"):
         select.get_backend(device="cuda:2")
 

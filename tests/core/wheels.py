@@ -7,7 +7,7 @@ from pathlib import Path
 import importlib_metadata  # noqa: F401  planted sites have no third-party modules, so what discovery needs is loaded first
 import packaging.requirements  # noqa: F401
 
-from megamoe import nvml
+from megamoe import catalog, nvml
 
 SPEC = """
 from megamoe.protocol import BackendSpec
@@ -84,6 +84,21 @@ class Site:
 def claim(name, value):
     """The text of an entry_points.txt with one backend."""
     return f"[console_scripts]\nother = other:main\n\n[megamoe.backends]\n{name} = {value}\n"
+
+
+def see_only(monkeypatch, *folders):
+    """Let discovery see these folders, no GPU and no settings; everything is as before when the test ends."""
+    monkeypatch.setattr(sys, "path", [*map(str, folders), *without_site_packages()])
+    for name in ("MEGAMOE_BACKEND", "MEGAMOE_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(catalog, "_known", None)
+    see_gpus(monkeypatch)
+
+
+def see_gpus(monkeypatch, *devices):
+    """Let the driver report these GPUs."""
+    monkeypatch.setattr(nvml, "query", lambda: gpus(*devices))
+    monkeypatch.setattr(nvml, "_known", None)
 
 
 def without_site_packages():

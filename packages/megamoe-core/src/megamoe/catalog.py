@@ -119,7 +119,7 @@ def missing_gpu(spec: BackendSpec, gpus: nvml.Gpus) -> Reason | None:
     needs = f"needs compute capability {capabilities(spec)}"
     if not gpus.devices:
         return Reason(f"{needs}, found no GPU ({gpus.problem})", "run on a machine with this GPU, or use backend='reference'")
-    found = ", ".join(sorted({f"{d.capability[0]}.{d.capability[1]} ({d.name})" for d in gpus.devices}))
+    found = ", ".join(sorted({str(device) for device in gpus.devices}))
     return Reason(f"{needs}, found {found}", "use the backend of this GPU, or backend='reference'")
 
 

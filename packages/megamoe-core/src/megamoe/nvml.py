@@ -43,6 +43,9 @@ class Device:
     capability: tuple[int, int]
     memory_bytes: int
 
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+
 
 @dataclass(frozen=True, slots=True)
 class Gpus:

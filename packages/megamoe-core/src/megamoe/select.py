@@ -122,10 +122,10 @@ def _for_gpu(gpu: nvml.Device) -> Record:
         if records:
             names = " and ".join(str(record) for record in records)
             raise BackendAmbiguous(
-                f"{names} fit {_gpu(gpu)} equally well.",
+                f"{names} fit {gpu} equally well.",
                 hint=f"name one: backend={records[0].name!r}, or {env.BACKEND.name}={records[0].name}",
             )
-    raise BackendUnavailable(f"No backend can run on {_gpu(gpu)}. Installed: {_installed()}.", hint=_cure(gpu))
+    raise BackendUnavailable(f"No backend can run on {gpu}. Installed: {_installed()}.", hint=_cure(gpu))
 
 
 def _cure(gpu: nvml.Device) -> str:
@@ -247,10 +247,6 @@ def _say_reference(problem: str) -> None:
 
 def _installed() -> str:
     return ", ".join(str(record) for record in catalog.backends()) or "none"
-
-
-def _gpu(gpu: nvml.Device) -> str:
-    return f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]})"
 
 
 def _pip(extra: str) -> str:

@@ -71,7 +71,7 @@ def _reasons(out: Output, record: Record) -> None:
 
 
 def _gpus(gpus: nvml.Gpus) -> str:
-    named = [f"{d.index}: {d.name} ({d.capability[0]}.{d.capability[1]})" for d in gpus.devices]
+    named = [f"{d.index}: {d}" for d in gpus.devices]
     return ", ".join(named) or f"none ({gpus.problem})"
 
 
