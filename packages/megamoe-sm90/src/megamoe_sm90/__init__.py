@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megamoe.protocol import BackendSpec
+from megamoe.protocol import BackendSpec, DropInfo
 
 __version__ = "0.1.0"
 
@@ -13,5 +13,7 @@ SPEC = BackendSpec(
     formats=("bf16", "fp8_tensor", "fp8_tensor_e5m2", "fp8_block128"),
     summary="Hopper: FP8 (per tensor or 128-blockwise scales) and BF16",
     factory="megamoe_sm90.backend:Sm90Backend",
-    missing="this release has no sm90 kernel yet",
+    features=("biases", "prequantized activations", "prequantized weights", "early and late routing weight", "CUDA graphs"),
+    status="compiled",
+    drop=DropInfo(origin="first-party", commit=__version__, date="2026-11-30"),
 )

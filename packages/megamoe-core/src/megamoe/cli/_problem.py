@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
 
 from megamoe.errors import InvalidInput
@@ -60,6 +61,27 @@ def base_of(args: argparse.Namespace) -> Preset:
             f"{', '.join(missing)} missing; allowed: a model's layer or a whole shape.", hint=f"--model with one of {', '.join(PRESETS)}"
         )
     return Preset("this layer", format="bf16", **shape)
+
+
+def add_knob_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that :func:`knobs_of` reads."""
+    parser.add_argument("--knob", action="append", default=[], metavar="NAME=VALUE", help="set a knob of the backend")
+
+
+def knobs_of(args: argparse.Namespace) -> dict[str, object] | None:
+    """The knobs that the options set; ``None`` for none.
+
+    Raises:
+        InvalidInput: not NAME=VALUE.
+    """
+    knobs: dict[str, object] = {}
+    for pair in args.knob:
+        name, equals, text = pair.partition("=")
+        if not name or not equals:
+            raise InvalidInput(f"--knob {pair!r}; allowed: NAME=VALUE.", hint="for example --knob stages=4")
+        words = {"true": True, "false": False, "none": None}
+        knobs[name] = words[text.lower()] if text.lower() in words else int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+    return knobs or None
 
 
 def activation_text(activation: SwiGLU) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megamoe import catalog, env, select
 from megamoe.catalog import Record
 from megamoe.cli import codes
-from megamoe.cli._problem import activation_text, add_problem_arguments, problem_of
+from megamoe.cli._problem import activation_text, add_knob_argument, add_problem_arguments, knobs_of, problem_of
 from megamoe.cli.output import Output
 from megamoe.errors import InvalidInput, MegaMoEError
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="size of the expert-parallel group (default: 1)")
     parser.add_argument("--backend", metavar="NAME", help="explain this backend instead of the one that is chosen here")
     parser.add_argument("--arch", metavar="ARCH", help=f"assume a GPU of this architecture, for example sm_90a (default: {env.ARCH.name})")
-    parser.add_argument("--knob", action="append", default=[], metavar="NAME=VALUE", help="set a knob of the explained backend")
+    add_knob_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     out = Output.of(args)
     problem = problem_of(args)
     chosen, why = _choice(args.backend, args.arch or env.compile_arch())
-    candidates = [_ask(record, problem, args.ranks, chosen, _knobs(args.knob)) for record in catalog.backends()]
+    candidates = [_ask(record, problem, args.ranks, chosen, knobs_of(args)) for record in catalog.backends()]
     plan = next((c.plan for c in candidates if c.chosen), None)
     _print(out, problem, args.ranks, why, candidates)
     if plan is not None:
@@ -98,18 +98,6 @@ def _for_arch(arch: str) -> tuple[str | None, str]:
             if record.spec is not None and catalog.match(record.spec, capability) == how:
                 return record.name, f"made for {arch}"
     return None, f"no installed backend is made for {arch}"
-
-
-def _knobs(pairs: list[str]) -> dict[str, object] | None:
-    """``["stages=4", "fold=true"]`` as values."""
-    knobs: dict[str, object] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not name or not equals:
-            raise InvalidInput(f"--knob {pair!r}; allowed: NAME=VALUE.", hint="for example --knob stages=4")
-        words = {"true": True, "false": False, "none": None}
-        knobs[name] = words[text.lower()] if text.lower() in words else int(text) if re.fullmatch(r"[+-]?\d+", text) else text
-    return knobs or None
 
 
 def _ask(record: Record, problem: MoEProblem, ranks: int, chosen: str | None, knobs: dict[str, object] | None) -> Candidate:

@@ -1,0 +1,100 @@
+"""What every backend's packed weights and sessions check in the same way: experts of this rank, refits, and what belongs together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from megamoe.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from megamoe.ep.group import Group
+    from megamoe.protocol import Plan
+    from megamoe.weights import ExpertWeights
+
+
+class Packed(Protocol):
+    """Packed weights as the checks below see them."""
+
+    plan: Plan
+    experts: int
+    x_scale: float | None
+    mid_scale: float | None
+
+
+def local_experts(plan: Plan, weights: ExpertWeights) -> int:
+    """Number of experts given, checked against what some rank of the placement holds.
+
+    Raises:
+        InvalidInput: no rank holds so many.
+    """
+    held = sorted({len(local) for local in plan.problem.resolved_placement(plan.ranks).local})
+    given = weights.w13.shape[0] if hasattr(weights.w13, "shape") and len(weights.w13.shape) else 0
+    if given not in held:
+        raise InvalidInput(
+            f"w13 is for {given} experts; allowed: {' or '.join(map(str, held))}, the experts that one of {plan.ranks} ranks holds.",
+            hint="pass the experts of this rank only, placement.local[rank]",
+        )
+    return int(given)
+
+
+def same_static_scales(packed: Packed, weights: ExpertWeights) -> None:
+    """Check that a refit keeps the static activation scales.
+
+    Raises:
+        InvalidInput: they differ.
+    """
+    for name in ("x_scale", "mid_scale"):
+        kept, given = getattr(packed, name), getattr(weights, name)
+        if kept != given:
+            raise InvalidInput(
+                f"{name} is {given}, packed with {kept}; allowed: the same, all ranks agreed on it when the session opened.",
+                hint="open a new session for other static scales",
+            )
+
+
+def check_refit(packed: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+    """Check that a refit has the tensors that were packed.
+
+    Raises:
+        InvalidInput: a tensor is missing, new, or of another shape, dtype or device.
+    """
+    differing = [
+        f"{name} {_describe(packed.get(name))}, given {_describe(given.get(name))}"
+        for name in packed.keys() | given.keys()
+        if _describe(packed.get(name)) != _describe(given.get(name))
+    ]
+    if differing:
+        raise InvalidInput(
+            f"update() with other tensors than were packed: {'; '.join(sorted(differing))}; allowed: same shapes, dtypes and device.",
+            hint="prepare_weights again",
+        )
+
+
+def check_session(plan: Plan, packed: Packed, group: Group) -> None:
+    """Check that plan, packed weights and group of ``open_session`` belong together.
+
+    Raises:
+        InvalidInput: they do not.
+    """
+    if packed.plan != plan:
+        raise InvalidInput(
+            "packed weights were prepared for another plan; allowed: the plan of this session.", hint="prepare_weights again"
+        )
+    if group.size != plan.ranks:
+        raise InvalidInput(
+            f"the group has {group.size} ranks, the plan is for {plan.ranks}; allowed: equal.",
+            hint=f"plan(problem, ranks={group.size}), or pass the expert-parallel group",
+        )
+    held = len(plan.problem.resolved_placement(plan.ranks).local[group.rank])
+    if packed.experts != held:
+        raise InvalidInput(
+            f"the packed weights hold {packed.experts} experts; allowed: {held}, what the placement gives to rank {group.rank}.",
+            hint="pass the experts of this rank, in the order of placement.local[rank]",
+        )
+
+
+def _describe(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"

@@ -1,0 +1,147 @@
+"""The sm90 backend: what it can do, what it would run, and how its sessions are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from megamoe.bench.roof import H200
+from megamoe.compile import KernelRequest, sources
+from megamoe.ep.confighash import agree, configuration, reject
+from megamoe.ep.group import Group
+from megamoe.errors import InvalidInput, UnsupportedProblem
+from megamoe.formats import describe
+from megamoe.packing import check_session
+from megamoe.problem import MAX_TOP_K, Placement
+from megamoe.protocol import BackendSpec, PackedWeights, Plan, Reason, Region, Verdict
+from megamoe_sm90 import SPEC, __version__
+from megamoe_sm90.session import Sm90Session
+from megamoe_sm90.shim.knobs import SPACE, ladder, variants_of
+from megamoe_sm90.shim.variants import PACKAGES, Operands, sizes
+from megamoe_sm90.shim.weights import Sm90Weights
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from megamoe.problem import MoEProblem
+    from megamoe.weights import ExpertWeights
+
+MOST_EXPERTS = 512
+_PURPOSES = {
+    "scratch": "quantized activations, row lists, intermediate rows, results of routes",
+    "native control": "counters of the native-order kernels",
+    "swap control": "counters of the swap-order kernels",
+}
+
+
+class Sm90Backend:
+    """One persistent launch a call on a Hopper GPU. See :class:`megamoe.protocol.Backend`; also :class:`megamoe.compile.Precompiles`."""
+
+    @property
+    def spec(self) -> BackendSpec:
+        return SPEC
+
+    def probe(self, device: torch.device | None = None) -> Verdict:
+        import torch
+
+        reasons = []
+        if find_spec("cutlass") is None:
+            reasons.append(Reason("CuTe DSL (nvidia-cutlass-dsl) is not installed", 'pip install "megamoe-core[sm90]"'))
+        if not torch.cuda.is_available():
+            build = "has no CUDA support" if torch.version.cuda is None else "sees no GPU"
+            reasons.append(Reason(f"torch {torch.__version__} {build}", "install a CUDA build of torch; megamoe doctor"))
+        elif (capability := torch.cuda.get_device_capability(device)) != (9, 0):
+            found = f"{capability[0]}.{capability[1]}"
+            reasons.append(Reason(f"the device has compute capability {found}, these kernels need 9.0", "use the backend of this GPU"))
+        return Verdict(tuple(reasons))
+
+    def supports(self, problem: MoEProblem, ranks: int = 1) -> Verdict:
+        reasons = list(problem.placement_reasons(ranks))
+        if ranks > 1:
+            reasons.append(Reason(f"{ranks} ranks; this release runs on one", "backend='reference' runs on several, slowly"))
+        elif problem.placement not in (None, Placement.even(problem.experts, 1)):
+            reasons.append(Reason("the placement reorders experts on one rank", "leave placement at None"))
+        if problem.format not in SPEC.formats:
+            reasons.append(Reason(f"format {problem.format} has no sm90 kernel", f"use one of {', '.join(SPEC.formats)}"))
+        multiple = max(64, describe(problem.format).multiple)
+        for name, size in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
+            if size % multiple:
+                reasons.append(Reason(f"{name}={size} is not a multiple of {multiple}", f"pad {name} with zeros, or backend='reference'"))
+        if problem.experts > MOST_EXPERTS:
+            reasons.append(Reason(f"{problem.experts} experts; at most {MOST_EXPERTS} on a rank", "spread them over ranks"))
+        assert problem.top_k <= MAX_TOP_K
+        return Verdict(tuple(reasons))
+
+    def plan(self, problem: MoEProblem, *, ranks: int = 1, knobs: Mapping[str, object] | None = None) -> Plan:
+        values = SPACE.complete(knobs)
+        verdict = self.supports(problem, ranks)
+        if not verdict:
+            raise UnsupportedProblem(verdict.reasons, subject="The sm90 backend does not support this problem")
+        rungs = ladder(problem, values)
+        variants = variants_of(problem, rungs, Operands())
+        memory = [Region(name, nbytes, "local", _PURPOSES[name]) for name, nbytes in sizes(variants).items()]
+        weights, math = _bounds(problem)
+        return Plan(
+            backend=SPEC.name,
+            version=__version__,
+            problem=problem,
+            ranks=ranks,
+            knobs=values,
+            wire=SPACE.wire(values),
+            regions=(Region("weights", _weight_bytes(problem), "local", "experts, without biases"), *memory),
+            budgets={f"shared memory of {v.order}-{v.tile}": v.shared_bytes for v in variants},
+            bounds={"all weights once": weights, "products of max_tokens": math},
+            properties=("bitwise repeatable", *(f"up to {r.tokens} tokens: {r.order} order, tile {r.tile}" for r in rungs)),
+            detail=rungs,
+        )
+
+    def prepare_weights(self, plan: Plan, weights: ExpertWeights) -> Sm90Weights:
+        return Sm90Weights(plan, weights)
+
+    def open_session(self, plan: Plan, packed: PackedWeights, group: ProcessGroup | None = None) -> Sm90Session:
+        ours = Group.of(group)
+        if not isinstance(packed, Sm90Weights):
+            raise InvalidInput(
+                f"packed is {type(packed).__name__}; allowed: what this backend's prepare_weights returned.",
+                hint="call prepare_weights of the same backend",
+            )
+        try:
+            check_session(plan, packed, ours)
+            if packed.device.type != "cuda":
+                raise InvalidInput(f"the weights lie on {packed.device}; allowed: a CUDA device.", hint="move the weights to the GPU first")
+        except BaseException as error:
+            reject(ours, error, packed.device)
+            raise
+        config = configuration(plan, drop=sources.loaded(PACKAGES), x_scale=packed.x_scale, mid_scale=packed.mid_scale)
+        agree(ours, config, packed.device)
+        return Sm90Session(plan, packed)
+
+    def kernels(self, plan: Plan, arch: str | None = None) -> tuple[KernelRequest, ...]:
+        """See :class:`megamoe.compile.Precompiles`: for weights without biases, on a GPU of 132 multiprocessors."""
+        requests = [
+            variant.request(arch)
+            for quantized in (False, True)[: 1 if describe(plan.problem.format).element == "bf16" else 2]
+            for variant in variants_of(plan.problem, plan.detail, Operands(quantized=quantized))
+        ]
+        return tuple(requests)
+
+
+def _weight_bytes(problem: MoEProblem) -> int:
+    info = describe(problem.format)
+    total = 0
+    for rows, columns in ((2 * problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)):
+        total += rows * columns * (2 if info.element == "bf16" else 1)
+        if info.block_k:
+            total += 4 * -(-rows // info.block_rows) * (columns // info.block_k)
+        elif info.tensor_scale:
+            total += 4
+    return problem.experts * total
+
+
+def _bounds(problem: MoEProblem) -> tuple[float, float]:
+    """Microseconds on an H200: reading every expert once, and forming all products of ``max_tokens``."""
+    rate = H200.bf16_tflops if problem.format == "bf16" else H200.fp8_tflops
+    products = 6 * problem.max_tokens * problem.top_k * problem.hidden * problem.intermediate
+    return _weight_bytes(problem) / H200.read_tb_s * 1e-6, products / rate * 1e-6

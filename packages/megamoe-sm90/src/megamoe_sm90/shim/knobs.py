@@ -1,0 +1,121 @@
+"""Knobs of the sm90 backend, and the heuristic: which kernel runs for how many live tokens.
+
+Few tokens an expert: weights on M (swap order), so that a tile of 8 to 128 tokens wastes nothing and weights stream once. Many: tokens on M
+(native order), whose larger tiles reuse what they load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megamoe.errors import InvalidInput
+from megamoe.problem import MoEProblem
+from megamoe.tune import Knob, Space
+from megamoe.tune.space import Rule
+from megamoe_sm90.shim.variants import NATIVE_ROWS, NATIVE_TILES, SWAP_ROUTES, SWAP_TILES, Operands, Variant
+
+AUTO = "auto"
+
+
+def _auto(*names: str) -> Rule:
+    """All of these knobs are left at auto when the order is fixed to the other one."""
+    order = "native" if names[0].startswith("swap") else "swap"
+    return Rule(
+        lambda values: values["order"] != order or all(values[name] == AUTO for name in names),
+        f"order={order!r} leaves {', '.join(names)} at {AUTO!r}",
+    )
+
+
+SPACE = Space(
+    (
+        Knob("order", (AUTO, "native", "swap"), "operand order: by the tokens of each call, or always the same"),
+        Knob("native_tile", (AUTO, *NATIVE_TILES), "token rows of a native tile"),
+        Knob("native_rows", (AUTO, *NATIVE_ROWS), "how rows of x reach a native tile: gathered one by one, or through a pool by expert"),
+        Knob("swap_tile", (AUTO, *SWAP_TILES), "tokens of a swap-order tile"),
+        Knob("swap_tokens", (AUTO, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), "most tokens of a call that runs in swap order"),
+    ),
+    (_auto("swap_tile", "swap_tokens"), _auto("native_tile", "native_rows")),
+)
+
+_SWAP_TOKENS = 128
+_NATIVE_64_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """Up to ``tokens`` live tokens (and above the rung before), this kernel runs.
+
+    Attributes:
+        tokens: most live tokens.
+        order: ``"native"`` or ``"swap"``.
+        tile: tokens of a tile.
+        rows: native order only: ``"gather"`` or ``"pool"``; else ``""``.
+    """
+
+    tokens: int
+    order: str
+    tile: int
+    rows: str = ""
+
+
+def ladder(problem: MoEProblem, knobs: Mapping[str, object]) -> tuple[Rung, ...]:
+    """The kernels of a session by live tokens, ascending; the last one reaches ``max_tokens``.
+
+    Args:
+        problem: the layer, all experts on this rank.
+        knobs: complete values of :data:`SPACE`.
+
+    Raises:
+        InvalidInput: the knobs ask for more tokens in swap order than one launch can take.
+    """
+    kept: list[Rung] = []
+    for rung in (*_swap_rungs(problem, knobs), *_native_rungs(problem, knobs)):
+        below = kept[-1].tokens if kept else 0
+        if below < problem.max_tokens and rung.tokens > below:
+            kept.append(replace(rung, tokens=min(rung.tokens, problem.max_tokens)))
+    return tuple(kept)
+
+
+def variants_of(problem: MoEProblem, rungs: tuple[Rung, ...], operands: Operands) -> tuple[Variant, ...]:
+    """The kernels of a ladder, rung by rung. Native kernels share a memory layout, which is for the session's ``max_tokens``."""
+    return tuple(
+        Variant.of(problem, r.order, r.tile, r.rows, r.tokens if r.order == "swap" else problem.max_tokens, operands) for r in rungs
+    )
+
+
+def _swap_rungs(problem: MoEProblem, knobs: Mapping[str, object]) -> list[Rung]:
+    if knobs["order"] == "native":
+        return []
+    asked, tile, capacity = knobs["swap_tokens"], knobs["swap_tile"], SWAP_ROUTES // problem.top_k
+    if knobs["order"] == "swap":
+        most = problem.max_tokens
+    elif isinstance(asked, int):
+        most = min(asked, problem.max_tokens)
+    else:
+        most = min(_SWAP_TOKENS, capacity)
+    if most > capacity:
+        raise InvalidInput(
+            f"swap order for {most} tokens of {problem.top_k} routes; allowed: {capacity} tokens ({SWAP_ROUTES} routes) a call.",
+            hint="use order='auto', a smaller swap_tokens, or a smaller max_tokens",
+        )
+    if isinstance(tile, int):
+        return [Rung(most, "swap", tile)]
+    # One expert may get every token of a call, so a tile that holds all tokens reads each weight once whatever the routing.
+    steps = [Rung(t, "swap", t) for t in SWAP_TILES if t < most]
+    return [*steps, Rung(most, "swap", next((t for t in SWAP_TILES if t >= most), SWAP_TILES[-1]))]
+
+
+def _native_rungs(problem: MoEProblem, knobs: Mapping[str, object]) -> list[Rung]:
+    if knobs["order"] == "swap":
+        return []
+    tile, rows = knobs["native_tile"], knobs["native_rows"]
+
+    def rung(tokens: int, tile: int) -> Rung:
+        # Gathering costs the loaders an instruction for every 16 bytes, which only short calls hide; a pool costs one more pass over x.
+        return Rung(tokens, "native", tile, str(rows) if rows != AUTO else "pool" if tile == 128 else "gather")
+
+    if isinstance(tile, int):
+        return [rung(problem.max_tokens, tile)]
+    # Up to 64 rows an expert on average, a 128-row tile would be half empty.
+    return [rung(_NATIVE_64_ROWS * problem.experts // problem.top_k, 64), rung(problem.max_tokens, 128)]
