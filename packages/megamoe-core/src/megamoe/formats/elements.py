@@ -16,6 +16,14 @@ _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
+def divided(values: torch.Tensor, number: float) -> torch.Tensor:
+    """float32 ``values / number``, correctly rounded on every device.
+
+    With a Python number torch on CUDA multiplies by the rounded reciprocal instead, which is a unit in the last place off now and then.
+    """
+    return values / torch.full((), number, dtype=torch.float32, device=values.device)
+
+
 def round_fp8(values: torch.Tensor, info: FormatInfo) -> torch.Tensor:
     """float32 -> float8, saturating at the largest finite element (infinities too)."""
     return values.clamp(-info.max_value, info.max_value).to(TORCH_TYPE[info.element])

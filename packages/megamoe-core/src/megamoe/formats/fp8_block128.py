@@ -14,7 +14,7 @@ import torch
 from megamoe.errors import InvalidInput
 from megamoe.formats.base import Quantized
 from megamoe.formats.blocks import largest, split
-from megamoe.formats.elements import round_fp8
+from megamoe.formats.elements import divided, round_fp8
 
 if TYPE_CHECKING:
     from megamoe.formats import FormatInfo
@@ -45,7 +45,7 @@ class FP8Block128:
 
     def _quantize(self, values: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = split(values, rows, self.info.block_k, self.info)
-        scale = largest(blocks).clamp(min=SMALLEST_AMAX) / self.info.max_value
+        scale = divided(largest(blocks).clamp(min=SMALLEST_AMAX), self.info.max_value)
         return round_fp8(blocks / scale, self.info).reshape(values.shape), scale.squeeze(-1).squeeze(-2)
 
     def _dequantize(self, data: torch.Tensor, scale: torch.Tensor | None, rows: int) -> torch.Tensor:

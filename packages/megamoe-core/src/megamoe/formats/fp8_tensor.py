@@ -12,7 +12,7 @@ import torch
 
 from megamoe.errors import InvalidInput
 from megamoe.formats.base import Quantized
-from megamoe.formats.elements import round_fp8
+from megamoe.formats.elements import divided, round_fp8
 
 if TYPE_CHECKING:
     from megamoe.formats import FormatInfo
@@ -35,7 +35,7 @@ class FP8Tensor:
 
     def quantize_weight(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         exact = values.to(torch.float32)
-        scale = exact.abs().amax(dim=(1, 2)).clamp(min=SMALLEST_AMAX) / self.info.max_value
+        scale = divided(exact.abs().amax(dim=(1, 2)).clamp(min=SMALLEST_AMAX), self.info.max_value)
         return round_fp8(exact / scale[:, None, None], self.info), scale, None
 
     def dequantize_weight(self, data: torch.Tensor, scale: torch.Tensor | None, total: torch.Tensor | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from megamoe.errors import InvalidInput
 from megamoe.formats.base import Quantized
 from megamoe.formats.blocks import largest, split
-from megamoe.formats.elements import pack_e2m1, unpack_e2m1
+from megamoe.formats.elements import divided, pack_e2m1, unpack_e2m1
 
 if TYPE_CHECKING:
     from megamoe.formats import FormatInfo
@@ -38,7 +38,7 @@ class NVFP4:
     def quantize_weight(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         amax = values.to(torch.float32).abs().amax(dim=(1, 2))
         # The largest block of an expert gets the largest scale; an expert of zeros keeps 1.
-        total = torch.where(amax > 0, amax / (_SCALE_MAX * self.info.max_value), 1.0)
+        total = torch.where(amax > 0, divided(amax, _SCALE_MAX * self.info.max_value), 1.0)
         return *self._quantize(values, total[:, None, None, None, None]), total
 
     def dequantize_weight(self, data: torch.Tensor, scale: torch.Tensor | None, total: torch.Tensor | None) -> torch.Tensor:
@@ -48,7 +48,7 @@ class NVFP4:
     def _quantize(self, values: torch.Tensor, total: torch.Tensor) -> Quantized:
         blocks = split(values, 1, self.info.block_k, self.info)
         norm = 1.0 / total
-        scale = (largest(blocks) / self.info.max_value * norm).clamp(max=_SCALE_MAX).to(torch.float8_e4m3fn)
+        scale = (divided(largest(blocks), self.info.max_value) * norm).clamp(max=_SCALE_MAX).to(torch.float8_e4m3fn)
         rounded = scale.to(torch.float32)
         multiplier = torch.where(rounded > 0, (norm / rounded).clamp(max=torch.finfo(torch.float32).max), 0.0)
         scaled = torch.where(rounded > 0, blocks * multiplier, 0.0)
