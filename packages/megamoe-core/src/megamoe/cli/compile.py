@@ -1,5 +1,5 @@
-"""Compile every kernel that a session may launch into the compile cache, so that opening one compiles nothing. Needs no GPU: machines without
-one can fill a cache for those that have it. Kernels that are there already are left alone.
+"""Compile every kernel that a session may launch into the compile cache, so that opening one compiles nothing. Needs no GPU:
+a machine without one can fill a cache for those that have it. Kernels that are there already are left alone.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from megamoe.device import deadline, memory, regions
+from megamoe.device import deadline, memory
 
 BATCH = 8  # ids a thread has in flight
 
@@ -82,6 +82,19 @@ def expert_of(block: Int32, base: cute.Pointer, experts: cutlass.Constexpr, lane
             if offsets[e + 1] <= block:
                 before = before + 1
     return cute.arch.warp_redux_sync(before, "add")
+
+
+@cute.jit
+def search_expert(block: Int32, base: cute.Pointer, experts: cutlass.Constexpr):
+    """One thread: the expert that block number `block` (below the total) belongs to, by bisection."""
+    offsets = cute.make_tensor(base, cute.make_layout(experts + 1))
+    low = Int32(0)
+    for s in cutlass.range_constexpr((experts - 1).bit_length() - 1, -1, -1):
+        middle = low + (1 << s)
+        if middle < experts:
+            if offsets[middle] <= block:
+                low = middle
+    return low
 
 
 @cute.jit

@@ -10,6 +10,7 @@ from megamoe.ep.confighash import agree, configuration, reject
 from megamoe.ep.group import Group
 from megamoe.errors import InvalidInput, UnsupportedProblem
 from megamoe.formats import FormatInfo, describe
+from megamoe.packing import check_session
 from megamoe.protocol import BackendSpec, PackedWeights, Plan, Reason, Region, Verdict
 from megamoe.reference import SPEC
 from megamoe.reference.session import ReferenceSession
@@ -69,30 +70,12 @@ class ReferenceBackend:
                 hint="call prepare_weights of the same backend",
             )
         try:
-            _check_session(plan, packed, ours)
+            check_session(plan, packed, ours)
         except BaseException as error:
             reject(ours, error, packed.device)
             raise
         agree(ours, configuration(plan, x_scale=packed.x_scale, mid_scale=packed.mid_scale), packed.device)
         return ReferenceSession(plan, packed, ours)
-
-
-def _check_session(plan: Plan, packed: ReferenceWeights, group: Group) -> None:
-    if packed.plan != plan:
-        raise InvalidInput(
-            "packed weights were prepared for another plan; allowed: the plan of this session.", hint="prepare_weights again"
-        )
-    if group.size != plan.ranks:
-        raise InvalidInput(
-            f"the group has {group.size} ranks, the plan is for {plan.ranks}; allowed: equal.",
-            hint=f"plan(problem, ranks={group.size}), or pass the expert-parallel group",
-        )
-    held = len(plan.problem.resolved_placement(plan.ranks).local[group.rank])
-    if packed.experts != held:
-        raise InvalidInput(
-            f"the packed weights hold {packed.experts} experts; allowed: {held}, what the placement gives to rank {group.rank}.",
-            hint="pass the experts of this rank, in the order of placement.local[rank]",
-        )
 
 
 def _expert_bytes(problem: MoEProblem, info: FormatInfo) -> int:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megamoe.errors import InvalidInput
 from megamoe.formats import load
+from megamoe.packing import check_refit, local_experts, same_static_scales
 
 if TYPE_CHECKING:
     from megamoe.protocol import Plan
@@ -36,7 +36,7 @@ class ReferenceWeights:
 
     def __init__(self, plan: Plan, weights: ExpertWeights) -> None:
         self.plan = plan
-        self.experts = _count(plan, weights)
+        self.experts = local_experts(plan, weights)
         weights.validate(plan.problem, self.experts)
         self.x_scale = weights.x_scale
         self.mid_scale = weights.mid_scale
@@ -54,24 +54,9 @@ class ReferenceWeights:
 
     def update(self, weights: ExpertWeights) -> None:
         weights.validate(self.plan.problem, self.experts)
-        for name in ("x_scale", "mid_scale"):
-            packed, given = getattr(self, name), getattr(weights, name)
-            if packed != given:
-                raise InvalidInput(
-                    f"{name} is {given}, packed with {packed}; allowed: the same, all ranks agreed on it when the session opened.",
-                    hint="open a new session for other static scales",
-                )
+        same_static_scales(self, weights)
         encoded = self._encode(weights)
-        differing = [
-            f"{name} {_describe(self._tensors.get(name))}, given {_describe(encoded.get(name))}"
-            for name in self._tensors.keys() | encoded.keys()
-            if _describe(self._tensors.get(name)) != _describe(encoded.get(name))
-        ]
-        if differing:
-            raise InvalidInput(
-                f"update() with other tensors than were packed: {'; '.join(sorted(differing))}; allowed: same shapes, dtypes and device.",
-                hint="prepare_weights again",
-            )
+        check_refit(self._tensors, encoded)
         for name, tensor in encoded.items():
             self._tensors[name].copy_(tensor)
 
@@ -96,19 +81,3 @@ class ReferenceWeights:
             encoded = self._format.quantize_weight(tensors[name])
             tensors |= {key: t for key, t in zip((name, f"{name}_scale", f"{name}_global"), encoded, strict=True) if t is not None}
         return tensors
-
-
-def _count(plan: Plan, weights: ExpertWeights) -> int:
-    """Number of local experts given, checked against what some rank of the placement holds."""
-    held = sorted({len(local) for local in plan.problem.resolved_placement(plan.ranks).local})
-    given = weights.w13.shape[0] if isinstance(weights.w13, torch.Tensor) and weights.w13.dim() else 0
-    if given not in held:
-        raise InvalidInput(
-            f"w13 is for {given} experts; allowed: {' or '.join(map(str, held))}, the experts that one of {plan.ranks} ranks holds.",
-            hint="pass the experts of this rank only, placement.local[rank]",
-        )
-    return given
-
-
-def _describe(tensor: torch.Tensor | None) -> str:
-    return "absent" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"

@@ -146,7 +146,7 @@ class Variant:
         if isinstance(c, SwapConfig):
             found: dict[str, tuple[int, int]] = c.scratch_regions(self.sms)
             return found
-        return regions.scratch_regions(
+        found = regions.scratch_regions(
             tokens=self.tokens,
             top_k=c.top_k,
             experts=c.experts,
@@ -158,6 +158,7 @@ class Variant:
             block_scales=c.block_scales,
             pool=c.rows == "pool",
         )
+        return found
 
     @property
     def addresses(self) -> tuple[str, ...]:
