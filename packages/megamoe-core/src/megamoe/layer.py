@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
+from megamoe import ops
 from megamoe.ep.confighash import reject
 from megamoe.ep.group import Group
 from megamoe.errors import SessionClosed
@@ -54,6 +55,7 @@ class MoELayer(torch.nn.Module):
             reject(ours, error, device)
             raise
         self._session: Session | None = chosen.open_session(plan, self._packed, group)
+        self._handle = ops.register(self._session)
 
     def forward(
         self,
@@ -66,9 +68,16 @@ class MoELayer(torch.nn.Module):
     ) -> torch.Tensor:
         """Run the layer on this rank's tokens. Collective. Arguments, result and errors are those of :meth:`megamoe.protocol.Session.run`.
 
-        There is no backward: a gradient that arrives at the result raises.
+        There is no backward: a gradient that arrives at the result raises. Works under ``torch.compile(fullgraph=True)``.
         """
-        y = self._open().run(x, topk_ids, topk_weights, x_scale=x_scale, out=out)
+        session = self._open()
+        if torch.compiler.is_compiling():  # an operator that the compiler does not look into; it refuses backward by itself
+            if out is None:
+                made: torch.Tensor = ops.layer(self._handle, self.problem.hidden, x, topk_ids, topk_weights, x_scale)
+                return made
+            ops.layer_out(self._handle, x, topk_ids, topk_weights, x_scale, out)
+            return out
+        y = session.run(x, topk_ids, topk_weights, x_scale=x_scale, out=out)
         if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
             return cast("torch.Tensor", _NoBackward.apply(y, x, topk_weights))  # type: ignore[no-untyped-call]
         return y

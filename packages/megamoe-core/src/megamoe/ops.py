@@ -1,0 +1,65 @@
+"""``torch.ops.megamoe``: the layer as operators that torch.compile does not look into, so that models compile with ``fullgraph=True``.
+
+An operator's arguments are tensors and plain numbers, so a session is passed as a handle. Handles hold no reference: a session that was
+closed or collected is an error of the call, not of the compiled graph's caller.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from megamoe.errors import SessionClosed
+
+if TYPE_CHECKING:
+    from megamoe.protocol import Session
+
+_NUMBERS = itertools.count(1)
+_SESSIONS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+
+
+def register(session: Session) -> int:
+    """A handle of a session for the operators below."""
+    handle = next(_NUMBERS)
+    _SESSIONS[handle] = session
+    return handle
+
+
+@torch.library.custom_op("megamoe::layer", mutates_args=())
+def layer(
+    session: int, hidden: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, x_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Run a session into a new tensor. Arguments and errors are those of :meth:`megamoe.protocol.Session.run`."""
+    return _session(session).run(x, topk_ids, topk_weights, x_scale=x_scale)
+
+
+@layer.register_fake
+def _(
+    session: int, hidden: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, x_scale: torch.Tensor | None
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], hidden), dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("megamoe::layer_out", mutates_args=("out",))
+def layer_out(
+    session: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, x_scale: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Run a session into ``out``."""
+    _session(session).run(x, topk_ids, topk_weights, x_scale=x_scale, out=out)
+
+
+@layer_out.register_fake
+def _(
+    session: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, x_scale: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    return None
+
+
+def _session(handle: int) -> Session:
+    session = _SESSIONS.get(handle)
+    if session is None:
+        raise SessionClosed("The session behind a compiled MoELayer is gone.", hint="keep the layer alive while the compiled model is used")
+    return session
