@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -29,9 +30,13 @@ VERSION = re.search(r'^__version__ = "(.+)"', Path(SOURCES[0], "megamoe", "__ini
 
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 PYTEST = ("pytest>=9,<10", "pytest-timeout>=2.4", "pytest-xdist>=3.8")
+CUTLASS = "nvidia-cutlass-dsl[cu13]==4.8.*"
+TVM_FFI = "apache-tvm-ffi>=0.1.15"
 LIGHT = ("importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.7")  # what core needs apart from torch
 RUFF = "ruff==0.17.6"  # pinned: its rules and its formatting change between releases
 MYPY = "mypy==2.4.1"
+
+OTHER_PYTHONS = tuple(f"3.{minor}" for minor in range(11, 16) if minor != sys.version_info.minor)
 
 # Threads of several test processes would fight over two cores.
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -39,7 +44,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 nox.needs_version = ">=2025.2.9"
 nox.options.error_on_external_run = True
 nox.options.sessions = (
-    *("lint", "types", "build", "inspect", "minimal", "upgrade", "coexist", "wheel_tests", "tests", "compile"),
+    *("lint", "types", "build", "inspect", "minimal", "upgrade", "coexist", "wheel_tests", "tests", "compile", "compile-python", "drop"),
     *(f"gpu-{arch}" for arch in ARCHS),
     "multigpu",
 )
@@ -53,12 +58,12 @@ def _dist(session: nox.Session, name: str, pattern: str = "-py3-none-any.whl") -
     return str(path)
 
 
-def _pytest(session: nox.Session, *arguments: str, environment: str = "") -> None:
+def _pytest(session: nox.Session, *arguments: str, environment: str = "", env: dict[str, str] | None = None) -> None:
     """Run tests of the checkout against what is installed, from a folder that holds no source."""
-    session.chdir(session.create_tmp())
     chosen = ("--environment", environment) if environment else ()
     config = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider")
-    session.run("python", "-m", "pytest", *config, *chosen, *arguments, *session.posargs, env=THREADS)
+    with tempfile.TemporaryDirectory(prefix="megamoe-") as folder, session.chdir(folder):
+        session.run("python", "-m", "pytest", *config, *chosen, *arguments, *session.posargs, env={**THREADS, **(env or {})})
 
 
 def _install_arch(session: nox.Session, arch: str) -> None:
@@ -170,7 +175,10 @@ def tests(session: nox.Session) -> None:
     """Core and several ranks on the CPU, with all four wheels installed from dist/."""
     extras = ("hypothesis>=6.120", "transformers>=5.0")
     session.install(*CONSTRAINTS, *PYTEST, *extras, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
-    _pytest(session, *_tests("core", *_existing("ranks")), "-n", "2", "--dist", "loadfile")
+    here = _tests("core", *_existing("ranks"))
+    _pytest(session, *here, "-m", "not alone", "-n", "2", "--dist", "loadfile")
+    if not session.posargs:
+        _pytest(session, *here, "-m", "alone")
 
 
 @nox.session(requires=["build"])
@@ -222,6 +230,38 @@ def multigpu(session: nox.Session) -> None:
     session.install(*CONSTRAINTS, *PYTEST, f"{_dist(session, 'megamoe-core')}[all,cu13]", "--find-links", str(DIST))
     _pytest(session, *_tests(*_existing("ranks", *ARCHS)), "-m", "ranks", environment="gpu")
     session.run("megamoe", "check", "--ranks", str(len(found)))
+
+
+@nox.session(requires=["build"])
+def drop(session: nox.Session) -> None:
+    """The drop workflow on real kernel trees: taken in, proved, audited, imported side by side."""
+    session.install(*CONSTRAINTS, *PYTEST, CUTLASS, _dist(session, "megamoe-core"))
+    _pytest(session, *_tests("packaging/test_drop_real.py"), environment="drop")
+
+
+@nox.session(name="compile-python", requires=["build"])
+def compile_python(session: nox.Session) -> None:
+    """A kernel compiled by one Python version is found in the cache by another."""
+    other = _other_python()
+    if other is None:
+        session.skip("needs a second Python of 3.11 or newer; found none of " + ", ".join(f"python{v}" for v in OTHER_PYTHONS))
+    folder = Path(session.create_tmp()) / "other"
+    session.run(other, "-m", "venv", "--clear", str(folder), external=True)
+    wheel = _dist(session, "megamoe-core")
+    session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps", wheel, external=True)
+    session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", CUTLASS, TVM_FFI, *LIGHT, external=True)
+    session.install(*CONSTRAINTS, *PYTEST, CUTLASS, TVM_FFI, wheel)
+    path = _tests("core/test_compile_cache.py")
+    _pytest(session, *path, "-k", "other_python_version", env={"OTHER_PYTHON": str(folder / "bin" / "python")})
+
+
+def _other_python() -> str | None:
+    for version in OTHER_PYTHONS:
+        name = shutil.which(f"python{version}")
+        # A version manager's stand-in exists without a Python behind it, so ask.
+        if name and subprocess.run([name, "-c", "import venv, ensurepip"], capture_output=True, check=False).returncode == 0:
+            return name
+    return None
 
 
 @nox.session(venv_backend="none")

@@ -98,6 +98,7 @@ def test_a_fork_while_another_thread_looks_does_not_hang():
     python("-W", "ignore", "-c", FORK)
 
 
+@pytest.mark.alone
 def test_five_hundred_unrelated_distributions_cost_little(tmp_path, monkeypatch):
     site = Site(tmp_path)
     for i in range(500):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megamoe.cli import codes, main
+from megamoe.cli import codes, demo, main
 from megamoe.presets import PRESETS
 from megamoe.reference import session as reference_session
 
@@ -27,15 +27,16 @@ def test_a_small_layer_runs_whole_and_is_right(capsys):
     assert found["tokens_per_second"] == pytest.approx(9 / found["result"]["seconds"])
 
 
-def test_a_large_layer_is_cut_in_experts_and_tokens_only_and_says_so(capsys):
+def test_a_large_layer_is_cut_in_experts_and_tokens_only_and_says_so(capsys, monkeypatch):
+    budget = demo.Budget(parameters=9 * 3 * 2048 * 768, tokens=4, ranks=1, why="a machine of this test")
+    monkeypatch.setattr(demo, "_budget", lambda record: budget)
     code, found = document(capsys, "demo", "--backend", "reference", "--ranks", "1")
     assert code == codes.OK
     whole, cut = found["whole"], found["problem"]
     assert (whole["experts"], whole["top_k"], whole["hidden"], whole["intermediate"]) == (128, 8, 2048, 768)
     assert cut == {**whole, "experts": cut["experts"], "max_tokens": cut["max_tokens"]}
-    assert whole["top_k"] <= cut["experts"] < whole["experts"]
-    assert cut["max_tokens"] < whole["max_tokens"]
-    assert found["why_cut"]
+    assert (cut["experts"], cut["max_tokens"]) == (9, 4)
+    assert (found["why_cut"], found["result"]["tokens"]) == ("a machine of this test", [4])
 
 
 def test_ranks_run_in_processes_of_their_own_also_when_experts_do_not_divide(capsys):

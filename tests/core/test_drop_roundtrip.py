@@ -138,6 +138,7 @@ def test_two_colliding_drops_run_in_one_process(tmp_path):
     assert (ran.stdout.split(), ran.stderr) == ([str(11 * 32), str(11 * 48)], "")
 
 
+@pytest.mark.alone
 def test_update_of_60_files_takes_under_2_seconds(tmp_path):
     function = b"\n\ndef f%d(a, b=%d):\n    from common.m2 import f2\n    return [f2(a + i * b, b) for i in range(%d)]\n"
     body = b"from common.m0 import f0\nfrom src.m1 import f1\n" + b"".join(function % (i, i, i) for i in range(120))

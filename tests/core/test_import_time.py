@@ -36,6 +36,7 @@ def test_listing_backends_loads_nothing_heavy():
     assert not set(HEAVY) & (loaded_by("import megamoe; megamoe.backends()") - start)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("command", [["backends"], ["--help"]])
 def test_commands_answer_within_three_tenths_of_a_second_of_pythons_start(command):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEGAMOE_")}
