@@ -92,11 +92,17 @@ def test_files_added_removed_and_linked(wheel):
     (wheel / "_drop/common/constants.py").unlink()
     (wheel / "_drop/moe_x/notes.txt").unlink()
     (wheel / "_drop/moe_x/notes.txt").symlink_to(wheel / "__init__.py")
+    (wheel / "_drop/src/elsewhere").symlink_to(wheel.parent, target_is_directory=True)
+    (wheel / "_drop/src/nowhere.py").symlink_to("gone.py")
+    write_tree(wheel / "_drop", {"src/sourceless.pyc": b"importable"})
     found = {problem.file.removeprefix(f"{wheel}/_drop/"): problem.text for problem in verify(wheel).problems}
     assert found == {
         "common/constants.py": "is part of the recorded drop but is not there",
-        "moe_x/notes.txt": "is a link, not the file that was taken in",
+        "moe_x/notes.txt": "is a link, not a file of the drop",
+        "src/elsewhere": "is a link, not a file of the drop",
         "src/extra.py": "is not part of the recorded drop",
+        "src/nowhere.py": "is a link, not a file of the drop",
+        "src/sourceless.pyc": "is not part of the recorded drop",
     }
 
 
@@ -275,7 +281,8 @@ def test_first_party_kernels_keep_to_their_namespace(tmp_path, name, old, new, l
     assert (tmp_path / "back/moe/kernel.py").read_bytes() == FIRST_PARTY["_drop/moe/kernel.py"]
     path = wheel / "_drop" / name
     path.write_bytes(path.read_bytes().replace(old, new) if old else new)
-    assert [(problem.file, problem.line) for problem in verify(wheel).problems] == [(str(path), line)]
+    (wheel / "_drop/zzz.py").symlink_to("gone.py")
+    assert [(problem.file, problem.line) for problem in verify(wheel).problems] == [(str(path), line), (str(wheel / "_drop/zzz.py"), 1)]
 
 
 def pack(wheel, folder):

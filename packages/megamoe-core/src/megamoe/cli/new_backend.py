@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -19,7 +17,8 @@ from string import Template
 import megamoe
 from megamoe.cli import codes
 from megamoe.cli.output import Output
-from megamoe.errors import InvalidInput, MegaMoEError
+from megamoe.drop.folder import in_use, write_folder
+from megamoe.errors import InvalidInput
 from megamoe.protocol import ENTRY_POINT_GROUP, PROTOCOL
 
 SUMMARY = "make a wheel with a backend of your own"
@@ -67,7 +66,7 @@ def new_backend(name: str, folder: Path) -> list[str]:
 
     Raises:
         InvalidInput: the name or the folder is not usable.
-        MegaMoEError: writing failed; nothing is left behind.
+        DropError: writing failed; nothing is left behind.
     """
     _check(name, folder)
     distribution, package = names(name)
@@ -81,20 +80,8 @@ def new_backend(name: str, folder: Path) -> list[str]:
         "core": f">={major}.{minor},<{major}.{int(minor) + 1}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-    rendered = {path.replace(_PACKAGE, package): Template(text).substitute(values) for path, text in _templates()}
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            for path, text in rendered.items():
-                target = stage / "project" / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(text, encoding="utf-8", newline="\n")
-            (stage / "project").rename(folder)
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
-    except OSError as error:
-        raise MegaMoEError(f"writing to {folder} failed ({error}).", hint="check space and permissions") from error
+    rendered = {path.replace(_PACKAGE, package): Template(text).substitute(values).encode() for path, text in _templates()}
+    write_folder(folder, rendered)
     return sorted(rendered)
 
 
@@ -110,7 +97,7 @@ def _check(name: str, folder: Path) -> None:
         if entry.name == name:
             holder = entry.dist.name if entry.dist else entry.value
             raise InvalidInput(f"the name {name!r} is taken by {holder}; a second one would be ambiguous.", hint="choose another name")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if in_use(folder):
         raise InvalidInput(f"{folder} exists; allowed: a new or an empty folder.", hint="name another folder")
 
 

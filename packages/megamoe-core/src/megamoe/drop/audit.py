@@ -56,7 +56,7 @@ def audit(wheel: str | Path, source: str | Path | None = None) -> Audit:
     stated = contracts.read(package)
     if source is None:
         tree, namespace = package / TREE, manifest.namespace
-        files = {name: path.read_bytes() for name, path in manifests.tree_files(package).items()}
+        files = {name: path.read_bytes() for name, path in manifests.tree_files(package).items() if path.is_file()}
     else:
         tree, namespace = Path(source), ""
         files = collect(tree, manifest.packages, manifest.exclude)

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamoe.drop.faults import DropRefused, Fault
-from megamoe.drop.manifest import read_toml
+from megamoe.drop.manifest import read_table
 from megamoe.drop.parameters import Parameter, parse_signature
 
 NAME = "contract.toml"
@@ -89,10 +88,7 @@ def read(package: Path) -> Contract | None:
     path = package / FOLDER / NAME
     if not path.is_file():
         return None
-    table = read_toml(path)
-    faults = [Fault(str(path), 1, text) for text in _problems(table)]
-    if faults:
-        raise DropRefused(f"{path} is not a contract.", faults, hint="docs/kernel_drops.md describes the entries")
+    table = read_table(path, _problems, hint="docs/kernel_drops.md describes the entries")
     return Contract(
         symbols=tuple((entry["module"], name) for entry in table.get("symbols", ()) for name in entry["names"]),
         signatures=tuple(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from megamoe.drop import manifest as manifests
 from megamoe.drop.faults import DropRefused, Fault
+from megamoe.drop.folder import in_use, write_folder
 from megamoe.drop.locate import find_package
 from megamoe.drop.verify import originals
-from megamoe.errors import DropError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ def original_files(package: Path) -> dict[str, bytes]:
     """
     manifest = manifests.require(package)
     if manifest.first_party:
-        return {name: path.read_bytes() for name, path in manifests.kernel_files(package).items()}
+        return {name: path.read_bytes() for name, path in manifests.kernel_files(package).items() if path.is_file()}
     files, faults = originals(package, manifest)
     if faults:
         raise DropRefused(f"The drop in {package} is not the recorded one.", faults, hint="take it in again with `megamoe drop update`")
@@ -53,20 +51,7 @@ def export(wheel: str | Path, target: str | Path) -> Export:
     """
     package, target = find_package(wheel), Path(target)
     files = original_files(package)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if in_use(target):
         raise DropRefused("The target is in use.", [Fault(str(target), 1, "exists and is not an empty folder")], hint="name a new folder")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            tree = stage / "tree"
-            tree.mkdir()
-            for name, data in files.items():
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                (tree / name).write_bytes(data)
-            tree.rename(target)  # replaces an empty folder
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
-    except OSError as error:
-        raise DropError(f"writing to {target} failed ({error}).", hint="check space and permissions") from error
+    write_folder(target, files)
     return Export(package, target, tuple(files))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -101,10 +101,7 @@ def read(package: Path) -> Manifest | None:
     path = package / NAME
     if not path.is_file():
         return None
-    table = read_toml(path)
-    faults = [Fault(str(path), 1, text) for text in _problems(table)]
-    if faults:
-        raise DropRefused(f"{path} is not a drop manifest.", faults, hint="write it with `megamoe drop update`")
+    table = read_table(path, _problems, hint="write it with `megamoe drop update`")
     table.pop("schema")
     table.update({key: tuple(table[key]) for key in ("packages", "exclude") if key in table})
     table["patches"] = tuple(Patch(**patch) for patch in table.get("patches", ()))
@@ -120,12 +117,25 @@ def require(package: Path) -> Manifest:
     return manifest
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file.
+def read_table(path: Path, problems: Callable[[dict[str, Any]], Iterable[str]], *, hint: str) -> dict[str, Any]:
+    """Parse a TOML file and check what it says.
+
+    Args:
+        path: the file.
+        problems: says what is wrong with the parsed table.
+        hint: the fix for that.
 
     Raises:
-        DropRefused: a syntax error, with file and line; or not UTF-8.
+        DropRefused: every problem; or a syntax error with its line; or not UTF-8.
     """
+    table = _parse(path)
+    faults = [Fault(str(path), 1, text) for text in problems(table)]
+    if faults:
+        raise DropRefused(f"{path} is not valid.", faults, hint=hint)
+    return table
+
+
+def _parse(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     try:
         return tomllib.loads(data.decode())
@@ -140,8 +150,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 def tree_files(package: Path) -> dict[str, Path]:
     """Every file under ``_drop`` but caches, by path relative to it."""
     root = package / TREE
-    found = (p for p in root.rglob("*") if not p.is_dir() or p.is_symlink())
-    return {p.relative_to(root).as_posix(): p for p in sorted(found) if "__pycache__" not in p.parts and p.suffix != ".pyc"}
+    found = (p for p in sorted(root.rglob("*")) if p.is_symlink() or not p.is_dir())
+    relative = {p.relative_to(root): p for p in found}
+    # Python imports a .pyc that lies beside the sources, so only those in its cache folders are no part of the kernels.
+    return {name.as_posix(): p for name, p in relative.items() if "__pycache__" not in name.parts}
 
 
 def kernel_files(package: Path) -> dict[str, Path]:
@@ -158,7 +170,8 @@ def tree_digest(package: Path) -> str:
     """
     total = hashlib.sha256()
     for relative, path in tree_files(package).items():
-        total.update(f"{relative}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        data = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes()
+        total.update(f"{relative}\0{hashlib.sha256(data).hexdigest()}\n".encode())
     return total.hexdigest()
 
 

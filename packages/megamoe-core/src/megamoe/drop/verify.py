@@ -70,7 +70,7 @@ def originals(package: Path, manifest: Manifest) -> tuple[dict[str, bytes], list
             files[name] = _stripped(name, path, manifest, faults)
         except Unreadable as error:
             faults.append(error.fault)
-            files[name] = path.read_bytes()
+            files[name] = b""
     damaged = {fault.file for fault in faults}
     for patch in reversed(manifest.patches):
         files = _unpatched(files, package / patch.file, patch.sha256, faults)
@@ -88,10 +88,14 @@ def originals(package: Path, manifest: Manifest) -> tuple[dict[str, bytes], list
     return {name: data for name, data in files.items() if name in manifest.files}, faults
 
 
-def _stripped(name: str, path: Path, manifest: Manifest, faults: list[Fault]) -> bytes:
+def _read(path: Path) -> bytes:
     if path.is_symlink():
-        raise Unreadable(Fault(str(path), 1, "is a link, not the file that was taken in"))
-    data = path.read_bytes()
+        raise Unreadable(Fault(str(path), 1, "is a link, not a file of the drop"))
+    return path.read_bytes()
+
+
+def _stripped(name: str, path: Path, manifest: Manifest, faults: list[Fault]) -> bytes:
+    data = _read(path)
     if not name.endswith(SUFFIXES):
         return data
     module = parse(data, name, str(path))
@@ -148,9 +152,10 @@ def _first_party_problems(namespace: str, installed: dict[str, Path]) -> list[Fa
     tops = {name.partition("/")[0].removesuffix(".py") for name in installed}
     scanner = Scanner(namespace, tops, installed)
     for name, path in installed.items():
-        if name.endswith(SUFFIXES):
-            try:
-                faults += scanner.private(parse(path.read_bytes(), name, str(path)), str(path))
-            except Unreadable as error:
-                faults.append(error.fault)
+        try:
+            data = _read(path)
+            if name.endswith(SUFFIXES):
+                faults += scanner.private(parse(data, name, str(path)), str(path))
+        except Unreadable as error:
+            faults.append(error.fault)
     return faults
