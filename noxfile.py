@@ -30,6 +30,7 @@ VERSION = re.search(r'^__version__ = "(.+)"', Path(SOURCES[0], "megamoe", "__ini
 
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 PYTEST = ("pytest>=9,<10", "pytest-timeout>=2.4", "pytest-xdist>=3.8")
+EXTRAS = ("hypothesis>=6.120", "transformers>=5.0")  # what tests of core use beyond pytest
 CUTLASS = "nvidia-cutlass-dsl[cu13]==4.8.*"
 TVM_FFI = "apache-tvm-ffi>=0.1.15"
 LIGHT = ("importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.7")  # what core needs apart from torch
@@ -66,9 +67,9 @@ def _pytest(session: nox.Session, *arguments: str, environment: str = "", env: d
         session.run("python", "-m", "pytest", *config, *chosen, *arguments, *session.posargs, env={**THREADS, **(env or {})})
 
 
-def _install_arch(session: nox.Session, arch: str) -> None:
+def _install_arch(session: nox.Session, arch: str, *others: str) -> None:
     """Core and one arch wheel as a user gets them: through core's extra."""
-    session.install(*CONSTRAINTS, *PYTEST, f"{_dist(session, 'megamoe-core')}[{arch}]", "--find-links", str(DIST))
+    session.install(*CONSTRAINTS, *PYTEST, *others, f"{_dist(session, 'megamoe-core')}[{arch}]", "--find-links", str(DIST))
 
 
 def _tests(*folders: str) -> list[str]:
@@ -173,8 +174,7 @@ def wheel_tests(session: nox.Session, arch: str) -> None:
 @nox.session(requires=["build"])
 def tests(session: nox.Session) -> None:
     """Core and several ranks on the CPU, with all four wheels installed from dist/."""
-    extras = ("hypothesis>=6.120", "transformers>=5.0")
-    session.install(*CONSTRAINTS, *PYTEST, *extras, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
+    session.install(*CONSTRAINTS, *PYTEST, *EXTRAS, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
     here = _tests("core", *_existing("ranks"))
     _pytest(session, *here, "-m", "not alone", "-n", "2", "--dist", "loadfile")
     if not session.posargs:
@@ -188,7 +188,7 @@ def compile(session: nox.Session, arch: str) -> None:
     files = sorted(map(str, (ROOT / "tests" / arch).glob("test_compile*.py")))
     if not files:
         session.skip(f"megamoe-{arch} holds no kernel yet")
-    _install_arch(session, arch)
+    _install_arch(session, arch, "nvidia-cuda-nvdisasm")  # the tests read the machine code
     _pytest(session, *files, "-n", "2")
 
 
@@ -208,8 +208,8 @@ def _gpu_session(arch: str) -> None:
             session.skip(f"needs an {arch} GPU: {found}")
         if not any(tuple(device["capability"]) in CAPABILITIES[arch] for device in found):
             session.skip(f"needs an {arch} GPU, found {', '.join(str(device['name']) for device in found)}")
-        _install_arch(session, arch)
-        _pytest(session, *_tests(*_existing(arch)), environment="gpu")
+        _install_arch(session, arch, *EXTRAS)
+        _pytest(session, *_tests("core", *_existing(arch, "ranks")), "-m", f"gpu or {arch}", environment="gpu")
         session.run("megamoe", "check", "--backend", arch)
 
     on_gpu.__doc__ = f"The {arch} wheel of dist/ on a GPU of that architecture; fails when no GPU test ran."
@@ -235,7 +235,7 @@ def multigpu(session: nox.Session) -> None:
 @nox.session(requires=["build"])
 def drop(session: nox.Session) -> None:
     """The drop workflow on real kernel trees: taken in, proved, audited, imported side by side."""
-    session.install(*CONSTRAINTS, *PYTEST, CUTLASS, _dist(session, "megamoe-core"))
+    session.install(*CONSTRAINTS, *PYTEST, CUTLASS, f"{_dist(session, 'megamoe-core')}[cu13]")  # the trees use NVSHMEM too
     _pytest(session, *_tests("packaging/test_drop_real.py"), environment="drop")
 
 
