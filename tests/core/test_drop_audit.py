@@ -99,7 +99,7 @@ SHIM = {
     "shim/plan.py": b"_BLOCK = 16 * 2\n",
     "shim/launch.py": (
         b"def load():\n    from acme_kernels._drop.moe_x.kernel import Kernel, helper as h\n    from .._drop.common import BLOCK\n"
-        b"    from .._drop import common\n    from ..elsewhere import x\n"
+        b"    from .._drop import common as shared\n    from ..elsewhere import x\n    return shared.BLOCK + x.BLOCK\n"
     ),
 }
 PACKAGES = ("common", "moe_x")
@@ -174,10 +174,12 @@ def test_module_that_is_gone(tmp_path):
 
 def test_shim_that_relies_on_more_than_it_states(tmp_path):
     more = b"\nfrom .._drop.moe_x.base import Base\nfrom .._drop.moe_x.base import Missing\nfrom .._drop.moe_x import nothing\n"
+    more += b"from .._drop.common import constants\nx = constants.COUNT + constants.GONE + constants.TILE\n"
     wheel = make(tmp_path, shim={**SHIM, "shim/more.py": more})
     found = [(p.file, p.line, p.found) for p in audit(wheel).problems if p.file.endswith("more.py")]
     here = str(wheel / "shim/more.py")
-    assert found == [(here, 2, "none"), (here, 3, "no such symbol"), (here, 4, "no such symbol")]
+    absent = "no such symbol"
+    assert found == [(here, 2, "none"), (here, 3, absent), (here, 4, absent), (here, 6, absent), (here, 6, "none")]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +195,12 @@ def test_mirror_that_disagrees(tmp_path, file, new, line, found):
     (problem,) = audit(make(tmp_path, shim={**shim, file: new})).problems
     assert (problem.line, problem.found) == (line, found)
     assert "_BLOCK" in problem.text
+
+
+def test_package_without_an_init_is_a_module(tmp_path):
+    tree = {name: data for name, data in TREE.items() if name != "moe_x/__init__.py"}
+    shim = {**SHIM, "shim/more.py": b"from .._drop import moe_x\nfrom .._drop.moe_x import kernel\nkernel.Kernel\n"}
+    assert audit(make(tmp_path, tree, shim)).problems == ()
 
 
 def test_against_a_source_before_it_is_taken_in(tmp_path):

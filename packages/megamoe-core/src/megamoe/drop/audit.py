@@ -42,7 +42,7 @@ class Audit:
 
 
 def audit(wheel: str | Path, source: str | Path | None = None) -> Audit:
-    """Check ``shim/contract.toml``, and that every import by ``shim/`` from the drop is in it.
+    """Check ``shim/contract.toml``, and that everything ``shim/`` imports from the drop is in it.
 
     Args:
         wheel: see ``locate.find_package``.
@@ -65,14 +65,14 @@ def audit(wheel: str | Path, source: str | Path | None = None) -> Audit:
     problems = [*auditor.contract(contract), *auditor.shim(contract, manifest)]
     if stated is None and manifests.kernel_files(package):
         problems.append(Fault(str(package / contracts.FOLDER / contracts.NAME), 1, "no such file; it states what shim/ relies on"))
-    return Audit(package, tree, len(contract) + auditor.imports, tuple(sorted(problems)))
+    return Audit(package, tree, len(contract) + auditor.uses, tuple(sorted(problems)))
 
 
 class _Auditor:
     def __init__(self, package: Path, tree: Path, index: Index, files: dict[str, bytes]) -> None:
         self._package, self._tree, self._index, self._files = package, tree, index, files
         self._contract = str(package / contracts.FOLDER / contracts.NAME)
-        self.imports = 0
+        self.uses = 0
 
     def contract(self, contract: Contract) -> Iterator[Fault]:
         for module, name in contract.symbols:
@@ -84,29 +84,35 @@ class _Auditor:
             yield from self._constant(constant)
 
     def shim(self, contract: Contract, manifest: Manifest) -> Iterator[Fault]:
-        """Imports by ``shim/`` from the drop: each must exist and be stated in the contract."""
+        """What ``shim/`` imports from the drop, or names in a module of it: each must exist and be stated in the contract."""
         for path in sorted((self._package / contracts.FOLDER).rglob("*.py")):
             try:
                 module = parse(path.read_bytes(), path.relative_to(self._package).as_posix(), str(path))
             except Unreadable as error:
                 yield error.fault
                 continue
+            modules: dict[str, str] = {}
             for node in module.nodes:
                 if isinstance(node, ast.ImportFrom) and (home := _inside(module, node, manifest.namespace)) is not None:
-                    yield from self._shim_import(contract, node, home, str(path))
+                    for alias in node.names:
+                        inner = f"{home}.{alias.name}".lstrip(".")
+                        if self._index.is_module(inner):
+                            modules[alias.asname or alias.name] = inner
+                        else:
+                            yield from self._use(contract, home, alias.name, str(path), node.lineno)
+            for use in ast.walk(module.tree):
+                if isinstance(use, ast.Attribute) and isinstance(use.value, ast.Name) and use.value.id in modules:
+                    yield from self._use(contract, modules[use.value.id], use.attr, str(path), use.lineno)
 
-    def _shim_import(self, contract: Contract, node: ast.ImportFrom, home: str, shown: str) -> Iterator[Fault]:
-        for alias in node.names:
-            self.imports += 1
-            inner = f"{home}.{alias.name}".lstrip(".")
-            if self._index.module(inner) is not None:
-                continue  # a module; what is used of it is for the contract to say
-            if not home or self._index.module(home) is None:
-                yield Fault(shown, node.lineno, f"imports from {home or TREE}, which the drop does not have", inner, "no such module")
-            elif self._find(home, alias.name) is None:
-                yield self._missing(home, alias.name, shown, node.lineno)
-            elif (home, alias.name) not in contract.names:
-                yield Fault(shown, node.lineno, f"imports {inner}, which {contracts.NAME} does not state", f"an entry for {inner}", "none")
+    def _use(self, contract: Contract, home: str, name: str, shown: str, line: int) -> Iterator[Fault]:
+        self.uses += 1
+        inner = f"{home}.{name}".lstrip(".")
+        if not home or self._index.module(home) is None:
+            yield Fault(shown, line, f"imports from {home or TREE}, which the drop does not have", inner, "no such module")
+        elif self._find(home, name) is None:
+            yield self._missing(home, name, shown, line)
+        elif (home, name) not in contract.names:
+            yield Fault(shown, line, f"uses {inner}, which {contracts.NAME} does not state", f"an entry for {inner}", "none")
 
     def _signature(self, stated: Signature) -> Iterator[Fault]:
         # Not every constructor is written out: a dataclass has one too.

@@ -80,6 +80,10 @@ class Index:
                 self._parsed[dotted] = None
         return self._parsed[dotted]
 
+    def is_module(self, dotted: str) -> bool:
+        """Whether there is such a module, or a folder that can be imported as one."""
+        return self.module(dotted) is not None or any(path.startswith(f"{dotted.replace('.', '/')}/") for path in self._files)
+
     def find(self, dotted: str, name: str, depth: int = _DEPTH) -> Symbol | None:
         """The definition of ``name`` (``Class.method`` for a member, also an inherited one) in a module, through re-exports."""
         module = self.module(dotted)
@@ -179,10 +183,10 @@ class Index:
                 continue
             keyword = options.get("kw_only") if options else None
             if everything_keyword or (isinstance(keyword, ast.Constant) and keyword.value is True):
-                result.kwonlyargs.append(ast.arg(name, lineno=node.lineno))
+                result.kwonlyargs.append(ast.arg(name, lineno=node.lineno, col_offset=node.col_offset))
                 result.kw_defaults.append(default)
             else:
-                result.args.append(ast.arg(name, lineno=node.lineno))
+                result.args.append(ast.arg(name, lineno=node.lineno, col_offset=node.col_offset))
                 result.defaults += [default] if default is not None else []
         return result
 
