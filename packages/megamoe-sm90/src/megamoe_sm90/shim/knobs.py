@@ -13,7 +13,7 @@ from megamoe.errors import InvalidInput
 from megamoe.problem import MoEProblem
 from megamoe.tune import Knob, Space
 from megamoe.tune.space import Rule
-from megamoe_sm90.shim.variants import NATIVE_ROWS, NATIVE_TILES, SWAP_ROUTES, SWAP_TILES, Operands, Variant
+from megamoe_sm90.shim.variants import NATIVE_ROWS, NATIVE_TILES, SWAP_TILES, Operands, Variant
 
 AUTO = "auto"
 
@@ -69,11 +69,20 @@ def ladder(problem: MoEProblem, knobs: Mapping[str, object]) -> tuple[Rung, ...]
     Raises:
         InvalidInput: the knobs ask for more tokens in swap order than one launch can take.
     """
+    asked = knobs["order"] == "swap" or any(knobs[name] != AUTO for name in ("swap_tile", "swap_tokens"))
     kept: list[Rung] = []
-    for rung in (*_swap_rungs(problem, knobs), *_native_rungs(problem, knobs)):
-        below = kept[-1].tokens if kept else 0
-        if below < problem.max_tokens and rung.tokens > below:
-            kept.append(replace(rung, tokens=min(rung.tokens, problem.max_tokens)))
+    for found in (*_swap_rungs(problem, knobs), *_native_rungs(problem, knobs)):
+        rung = replace(found, tokens=min(found.tokens, problem.max_tokens))
+        if rung.tokens <= (kept[-1].tokens if kept else 0):
+            continue
+        fault = _swap_fault(problem, rung)
+        if not fault:
+            kept.append(rung)
+        elif asked:
+            raise InvalidInput(
+                f"swap order with tile {rung.tile} for {rung.tokens} tokens: {fault}.",
+                hint="use order='auto', a smaller swap_tokens, or a smaller max_tokens",
+            )
     return tuple(kept)
 
 
@@ -84,21 +93,21 @@ def variants_of(problem: MoEProblem, rungs: tuple[Rung, ...], operands: Operands
     )
 
 
+def _swap_fault(problem: MoEProblem, rung: Rung) -> str:
+    """Why one launch in swap order cannot take so many tokens (their routing has to fit shared memory); "" when it can."""
+    if rung.order == "swap":
+        try:
+            Variant.of(problem, rung.order, rung.tile, rung.rows, rung.tokens, Operands())
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
 def _swap_rungs(problem: MoEProblem, knobs: Mapping[str, object]) -> list[Rung]:
     if knobs["order"] == "native":
         return []
-    asked, tile, capacity = knobs["swap_tokens"], knobs["swap_tile"], SWAP_ROUTES // problem.top_k
-    if knobs["order"] == "swap":
-        most = problem.max_tokens
-    elif isinstance(asked, int):
-        most = min(asked, problem.max_tokens)
-    else:
-        most = min(_SWAP_TOKENS, capacity)
-    if most > capacity:
-        raise InvalidInput(
-            f"swap order for {most} tokens of {problem.top_k} routes; allowed: {capacity} tokens ({SWAP_ROUTES} routes) a call.",
-            hint="use order='auto', a smaller swap_tokens, or a smaller max_tokens",
-        )
+    asked, tile = knobs["swap_tokens"], knobs["swap_tile"]
+    most = problem.max_tokens if knobs["order"] == "swap" else asked if isinstance(asked, int) else _SWAP_TOKENS
     if isinstance(tile, int):
         return [Rung(most, "swap", tile)]
     # One expert may get every token of a call, so a tile that holds all tokens reads each weight once whatever the routing.

@@ -33,9 +33,6 @@ SWAP_TILES = TOKEN_TILES
 _BLOCK_TILE = min(NATIVE_TILES)
 """Native kernels share one control block whatever their tile, so its counters are laid out for the smallest."""
 
-SWAP_ROUTES = 4096
-"""Most routes of one launch in swap order: every CTA keeps the whole routing in shared memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class Operands:

@@ -1,0 +1,143 @@
+"""Plans: pure, complete, and the ladder of kernels by live tokens. Needs neither a GPU nor CuTe DSL."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megamoe import InvalidInput, MoEProblem, Placement, SwiGLU, UnsupportedProblem
+from megamoe.bench.workloads import SHAPES
+from megamoe_sm90 import SPEC
+from megamoe_sm90.backend import Sm90Backend
+from megamoe_sm90.shim.knobs import SPACE, ladder, variants_of
+from megamoe_sm90.shim.variants import Operands
+
+BACKEND = Sm90Backend()
+PROBLEM = SHAPES["dsv3"].problem(4096, "fp8_block128")
+
+
+def test_planning_loads_no_compiler():
+    code = (
+        "import sys; from megamoe_sm90.backend import Sm90Backend; from megamoe.bench.workloads import SHAPES\n"
+        "before = list(sys.path); plan = Sm90Backend().plan(SHAPES['dsv3'].problem(64, 'bf16')); assert sys.path == before\n"
+        "tops = {name.partition('.')[0] for name in sys.modules}; print(tops & {'cutlass', 'tvm_ffi', 'common', 'src'})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout.strip() == "set()"
+
+
+def test_plan_says_what_a_session_holds():
+    plan = BACKEND.plan(PROBLEM)
+    regions = {r.name: r.nbytes for r in plan.regions}
+    # By hand: 32 experts of 3 * 7168 * 2048 bytes and a float32 scale for every 128 x 128 of them.
+    assert regions["weights"] == 32 * 3 * 7168 * 2048 * (1 + 4 / 128**2)
+    # At least the rows between the GEMMs (all routes) and the bf16 result of every route.
+    assert regions["scratch"] > 4096 * 8 * (2048 + 2 * 7168)
+    assert set(regions) == {"weights", "scratch", "native control", "swap control"}
+    assert plan.bounds["all weights once"] == pytest.approx(regions["weights"] / 4.45e12 * 1e6)
+    assert all(nbytes <= 232448 for nbytes in plan.budgets.values())
+    assert plan == BACKEND.plan(PROBLEM)
+
+
+problems = st.builds(
+    MoEProblem,
+    experts=st.integers(1, 512),
+    top_k=st.just(1),
+    hidden=st.integers(1, 64).map(lambda n: 128 * n),
+    intermediate=st.integers(1, 128).map(lambda n: 128 * n),
+    max_tokens=st.sampled_from([1, 7, 8, 9, 127, 128, 129, 1000, 8192, 65536]),
+    format=st.sampled_from(SPEC.formats),
+    activation=st.sampled_from([SwiGLU(), SwiGLU(limit=7.0, alpha=1.702, up_bias=1.0)]),
+    routing_weight=st.sampled_from(["late", "early"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problem=problems, top_k=st.integers(1, 32), biases=st.booleans(), quantized=st.booleans())
+def test_every_supported_problem_has_kernels_for_all_tokens(problem, top_k, biases, quantized):
+    problem = replace(problem, top_k=min(top_k, problem.experts))
+    assert BACKEND.supports(problem)
+    rungs = BACKEND.plan(problem).detail
+    tokens = [rung.tokens for rung in rungs]
+    assert tokens == sorted(set(tokens))
+    assert tokens[-1] == problem.max_tokens
+    operands = Operands(quantized=quantized and problem.format != "bf16", b13=biases, b2=biases and problem.routing_weight == "late")
+    for variant in variants_of(problem, rungs, operands):
+        assert variant.shared_bytes <= 232448
+        assert variant.control_bytes % 4 == 0
+        ends = [offset + size for offset, size in variant.scratch.values()]
+        starts = [offset for offset, _ in variant.scratch.values()]
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)), "regions overlap"
+
+
+def test_decode_runs_decode_kernels_on_a_prefill_sized_session():
+    small, large = BACKEND.plan(replace(PROBLEM, max_tokens=8)), BACKEND.plan(replace(PROBLEM, max_tokens=65536))
+    assert small.detail[0] == large.detail[0]
+    assert large.detail[0].order == "swap"
+    assert large.detail[-1].order == "native"
+
+
+@pytest.mark.parametrize("order", ["native", "swap"])
+def test_a_fixed_order_is_kept(order):
+    problem = replace(PROBLEM, max_tokens=512)
+    assert {rung.order for rung in BACKEND.plan(problem, knobs={"order": order}).detail} == {order}
+
+
+def test_all_knobs_make_plans_or_say_why_not():
+    problem = replace(PROBLEM, max_tokens=300)
+    made = 0
+    for knobs in SPACE.candidates():
+        rungs = ladder(problem, knobs)
+        assert rungs[-1].tokens == 300
+        made += len(variants_of(problem, rungs, Operands()))
+    assert made > 100
+
+
+def test_swap_order_beyond_its_capacity_is_refused():
+    """4096 routes at most: every block keeps the routing of the whole call in shared memory."""
+    with pytest.raises(InvalidInput, match="1 to 512 with top_k=8"):
+        BACKEND.plan(PROBLEM, knobs={"order": "swap", "swap_tile": 128})
+    with pytest.raises(InvalidInput, match="1 to 512 with top_k=8"):
+        BACKEND.plan(PROBLEM, knobs={"swap_tokens": 1024})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "mxfp8"}, "mxfp8 has no sm90 kernel"),
+        ({"hidden": 7000}, "hidden=7000 is not a multiple of 128"),
+        ({"intermediate": 96}, "intermediate=96 is not a multiple of 128"),
+        ({"format": "bf16", "hidden": 2880 + 32}, "hidden=2912 is not a multiple of 64"),
+        ({"experts": 513}, "at most 512"),
+        ({"placement": Placement((tuple(reversed(range(32))),))}, "reorders"),
+    ],
+)
+def test_refusals_name_their_reason(change, said):
+    verdict = BACKEND.supports(replace(PROBLEM, **change))
+    assert [said in str(reason) for reason in verdict.reasons].count(True) == 1
+    assert all(reason.hint for reason in verdict.reasons)
+    with pytest.raises(UnsupportedProblem, match=said):
+        BACKEND.plan(replace(PROBLEM, **change))
+
+
+def test_several_ranks_are_refused():
+    with pytest.raises(UnsupportedProblem, match="2 ranks"):
+        BACKEND.plan(PROBLEM, ranks=2)
+
+
+def test_identity_placement_is_fine():
+    assert BACKEND.supports(replace(PROBLEM, placement=Placement.even(32, 1)))
+
+
+def test_kernels_are_named_for_the_cache():
+    plan = BACKEND.plan(PROBLEM)
+    requests = BACKEND.kernels(plan)
+    assert len(requests) == 2 * len(plan.detail)
+    assert {r.arch for r in requests} == {"sm_90a"}
+    assert len({str(sorted(r.config.items(), key=str)) for r in requests}) == len(requests)
+    with pytest.raises(InvalidInput, match="sm_90a"):
+        BACKEND.kernels(plan, "sm_100a")

@@ -1,0 +1,83 @@
+"""Packing: checkpoint tensors are used where they lie, bf16 is quantized, refits go in place. On the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megamoe import InvalidInput
+from megamoe.bench.workloads import Shape, make_weights
+from megamoe.formats import load
+from megamoe_sm90.backend import Sm90Backend
+
+BACKEND = Sm90Backend()
+SHAPE = Shape("small", 4, 2, 256, 128)
+
+
+def weights_of(format, seed=0):
+    return make_weights(SHAPE, format, torch.Generator().manual_seed(seed))
+
+
+def packed_of(format, weights):
+    return BACKEND.prepare_weights(BACKEND.plan(SHAPE.problem(16, format)), weights)
+
+
+@pytest.mark.parametrize("format", ["fp8_block128", "fp8_tensor", "fp8_tensor_e5m2", "bf16"])
+def test_checkpoint_tensors_are_not_copied(format):
+    weights = weights_of(format)
+    packed = packed_of(format, weights)
+    for name, tensor in weights.tensors().items():
+        assert packed.addresses[name] == tensor.data_ptr()
+    extra = 8 if format.startswith("fp8_tensor") else 0  # the two static scales
+    assert packed.nbytes == sum(t.nbytes for t in weights.tensors().values()) + extra
+
+
+def test_bf16_weights_are_quantized_as_the_format_says():
+    bf16 = weights_of("bf16")
+    packed = packed_of("fp8_block128", bf16)
+    data, scale, _ = load("fp8_block128").quantize_weight(bf16.w13)
+    assert torch.equal(packed.tensors["w13"].view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(packed.tensors["w13_scale"], scale)
+
+
+def test_biases_become_float32():
+    bf16 = replace(weights_of("bf16"), b13=torch.randn(4, 256).to(torch.bfloat16), b2=torch.randn(4, 256))
+    packed = packed_of("bf16", bf16)
+    assert torch.equal(packed.tensors["b13"], bf16.b13.float())
+    assert packed.tensors["b2"].data_ptr() == bf16.b2.data_ptr()
+
+
+def test_misaligned_tensors_are_copied():
+    weights = weights_of("fp8_block128")
+    store = torch.empty(weights.w13.numel() + 1, dtype=torch.uint8)
+    view = store[1:].view(torch.float8_e4m3fn).view(weights.w13.shape).copy_(weights.w13)
+    packed = packed_of("fp8_block128", replace(weights, w13=view))
+    assert packed.addresses["w13"] % 16 == 0
+    assert torch.equal(packed.tensors["w13"].view(torch.uint8), weights.w13.view(torch.uint8))
+
+
+@pytest.mark.parametrize("source", ["bf16", "fp8_block128"])
+def test_update_keeps_addresses(source):
+    packed = packed_of("fp8_block128", weights_of(source))
+    before, other = dict(packed.addresses), weights_of(source, seed=1)
+    packed.update(other)
+    assert packed.addresses == before
+    want = packed_of("fp8_block128", other)
+    for name, tensor in want.tensors.items():
+        assert torch.equal(packed.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_update_refuses_what_changes_more_than_values():
+    packed = packed_of("fp8_tensor", weights_of("fp8_tensor"))
+    with pytest.raises(InvalidInput, match="x_scale"):
+        packed.update(replace(weights_of("fp8_tensor"), x_scale=0.5))
+    with pytest.raises(InvalidInput, match="b2 absent, given"):
+        packed.update(replace(weights_of("fp8_tensor"), b2=torch.zeros(4, 256)))
+
+
+def test_sessions_need_a_gpu():
+    plan = BACKEND.plan(SHAPE.problem(16, "bf16"))
+    with pytest.raises(InvalidInput, match="cpu"):
+        BACKEND.open_session(plan, BACKEND.prepare_weights(plan, weights_of("bf16")))
