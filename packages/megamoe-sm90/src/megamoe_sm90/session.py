@@ -43,7 +43,7 @@ class Sm90Session:
         self._failure: FailedWait | None = None
         self._ids: torch.Tensor | None = None
         self._launchers: dict[bool, Launcher] = {}
-        sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        sms = multiprocessors(self._device)
         biases = {name: name in weights.tensors for name in ("b13", "b2")}
         self._variants = {
             quantized: variants_of(self._problem, plan.detail, Operands(quantized=quantized, sms=sms, **biases))
@@ -167,6 +167,11 @@ class Sm90Session:
         if self._weights is None:
             raise SessionClosed("The session was closed.", hint="open another one with backend.open_session(plan, packed, group)")
         return self._weights
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many this process may use: fewer than the GPU has where it is shared (MPS)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _timeout(failed: FailedWait, seconds: float) -> PeerTimeout:
