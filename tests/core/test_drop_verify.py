@@ -119,12 +119,13 @@ def test_renamed_wheel(wheel, tmp_path):
     assert (problem.expected, problem.found) == ("other_name._drop", "acme_kernels._drop")
 
 
-def test_drop_nested_in_a_package(tmp_path):
-    write_tree(tmp_path, {"acme/__init__.py": b""})
+def test_drop_nested_in_a_package(tmp_path, monkeypatch):
+    write_tree(tmp_path, {"acme/__init__.py": b"raise RuntimeError('verify must not import this')\n"})
     wheel = make_wheel(tmp_path / "acme", "kernels")
     update(wheel, write_tree(tmp_path / "upstream", PLAIN), PACKAGES)
     assert b"from acme.kernels._drop.common.constants import" in (wheel / "_drop/moe_x/kernel.py").read_bytes()
-    assert verify(wheel).ok
+    monkeypatch.syspath_prepend(tmp_path)
+    assert verify("acme.kernels").ok
 
 
 def test_wheel_without_a_drop(tmp_path):
@@ -288,8 +289,8 @@ def test_first_party_kernels_keep_to_their_namespace(tmp_path, name, old, new, l
 def pack(wheel, folder):
     """A wheel file of a package, with an entry point, as any build tool makes it."""
     files = {path.relative_to(wheel.parent).as_posix(): path.read_bytes() for path in wheel.rglob("*") if path.is_file()}
-    info = "acme_kernels-1.0.dist-info"
-    files[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\n"
+    info = "acme_wheel-1.0.dist-info"
+    files[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: acme-wheel\nVersion: 1.0\n"
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/entry_points.txt"] = b"[megamoe.backends]\nacme = acme_kernels:SPEC\n"
     lines = [
@@ -297,7 +298,7 @@ def pack(wheel, folder):
         for name, data in files.items()
     ]
     files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,"]).encode()
-    target = folder / "acme_kernels-1.0-py3-none-any.whl"
+    target = folder / "acme_wheel-1.0-py3-none-any.whl"
     with zipfile.ZipFile(target, "w") as archive:
         for name, data in files.items():
             archive.writestr(name, data)
@@ -313,7 +314,7 @@ def test_installed_wheel_away_from_the_source(patched, tmp_path, monkeypatch):
     subprocess.run(command, check=True, capture_output=True)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(site))
-    for wheel in ("acme-kernels", "acme_kernels", str(site / "acme_kernels")):
+    for wheel in ("acme-wheel", "acme", "acme-kernels", "acme_kernels", str(site / "acme_kernels")):
         assert megamoe(tmp_path / "elsewhere", "drop", "verify", wheel) == (0, [("acme_kernels", True)])
     code, wheels = megamoe(tmp_path / "elsewhere", "drop", "verify")
     assert (code, ("acme_kernels", True) in wheels) == (0, True)

@@ -1,6 +1,6 @@
 """Kernel drops: take a kernel team's source tree into a wheel, prove it verbatim, audit it, compare it, give it back.
 
-WHEEL is an installed wheel (megamoe-sm90), its project folder (packages/megamoe-sm90) or its package folder.
+WHEEL is an installed backend (sm90) or wheel (megamoe-sm90), a wheel's project folder (packages/megamoe-sm90) or its package folder.
 docs/kernel_drops.md walks through taking a new drop in.
 """
 

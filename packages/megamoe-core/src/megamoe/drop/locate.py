@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from megamoe.drop.manifest import NAME, TREE
@@ -15,7 +15,7 @@ def find_package(wheel: str | Path) -> Path:
     """The folder of the import package that ``wheel`` names.
 
     Args:
-        wheel: an installed package or distribution (``megamoe_sm90``, ``megamoe-sm90``), a wheel's project folder
+        wheel: an installed package (``megamoe_sm90``), distribution (``megamoe-sm90``) or backend (``sm90``), a wheel's project folder
             (``packages/megamoe-sm90``), or the package folder itself.
 
     Raises:
@@ -25,17 +25,13 @@ def find_package(wheel: str | Path) -> Path:
     path = Path(text)
     if path.is_dir() and (isinstance(wheel, Path) or "/" in text or (path / "pyproject.toml").exists() or (path / "__init__.py").exists()):
         return _package_in(path.resolve())
-    name = text.replace("-", "_")
-    try:
-        spec = importlib.util.find_spec(name) if all(part.isidentifier() for part in name.split(".")) else None
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
+    found = _installed(text.replace("-", "_")) or next(filter(None, map(_installed, _tops_of(text))), None)
+    if found is None:
         raise DropError(
             f"{text!r} is neither an installed package nor a folder with one.",
             hint="name an installed wheel (megamoe backends lists them), or a path such as packages/megamoe-sm90",
         )
-    return Path(next(iter(spec.submodule_search_locations))).resolve()
+    return found
 
 
 def namespace_of(package: Path) -> str:
@@ -50,16 +46,29 @@ def namespace_of(package: Path) -> str:
 
 def installed_drops() -> list[Path]:
     """The packages behind the installed backends that carry a ``drop.toml``, sorted; reads metadata, imports nothing of them."""
-    from importlib.metadata import entry_points
+    tops = {entry.module.partition(".")[0] for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return sorted(place for place in map(_installed, tops) if place is not None and (place / NAME).is_file())
 
-    tops = {entry.module.split(".")[0] for entry in entry_points(group=ENTRY_POINT_GROUP)} - {__name__.split(".")[0]}
-    found = []
-    for top in sorted(tops):
-        spec = None if top in sys.builtin_module_names else importlib.util.find_spec(top)
-        for place in (spec.submodule_search_locations or ()) if spec else ():
-            if (Path(place) / NAME).is_file():
-                found.append(Path(place).resolve())
-    return found
+
+def _installed(dotted: str) -> Path | None:
+    """Folder of an installed package, without importing it or a package that holds it."""
+    top, *inner = dotted.split(".")
+    try:
+        spec = importlib.util.find_spec(top) if top.isidentifier() else None
+    except (ImportError, ValueError):
+        spec = None
+    places = (Path(place, *inner) for place in (spec.submodule_search_locations or ())) if spec else ()
+    return next((place.resolve() for place in places if place.is_dir()), None)
+
+
+def _tops_of(name: str) -> set[str]:
+    """Packages of the backend, or the distribution with backends, of this name."""
+    wanted = name.replace("_", "-").lower()
+    return {
+        entry.module.partition(".")[0]
+        for entry in entry_points(group=ENTRY_POINT_GROUP)
+        if entry.name == name or (entry.dist is not None and entry.dist.name.replace("_", "-").lower() == wanted)
+    }
 
 
 def _package_in(folder: Path) -> Path:
