@@ -23,6 +23,8 @@ from megamoe.testing import oracle
 
 SMALL = Shape("small", experts=8, top_k=2, hidden=256, intermediate=128, activation=SwiGLU(limit=2.0))
 
+WIDE = Shape("wide", experts=16, top_k=4, hidden=128, intermediate=128).problem(400, "bf16")
+
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
@@ -36,7 +38,7 @@ def point(shape: str, tokens: int, ms: float, **more) -> Point:
 @pytest.mark.parametrize("routing", workloads.ROUTINGS)
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 def test_ids_are_experts(routing, tokens):
-    ids = make_ids(routing, tokens, 16, 4, generator())
+    ids = make_ids(routing, WIDE, tokens, generator())
     assert ids.shape == (tokens, 4)
     assert ids.dtype == torch.int32
     assert ((ids >= 0) & (ids < 16)).all()
@@ -46,7 +48,7 @@ def test_ids_are_experts(routing, tokens):
 def test_patterns_load_experts_as_they_say():
     def load(routing):
         return (
-            torch.bincount(make_ids(routing, 400, 16, 4, generator()).flatten().long(), minlength=16).sort(descending=True).values.tolist()
+            torch.bincount(make_ids(routing, WIDE, 400, generator()).flatten().long(), minlength=16).sort(descending=True).values.tolist()
         )
 
     assert set(load("balanced")) == {100}
@@ -58,7 +60,7 @@ def test_patterns_load_experts_as_they_say():
 
 def test_unknown_names_say_what_there_is():
     with pytest.raises(InvalidInput, match="zipf"):
-        make_ids("even", 1, 4, 2, generator())
+        make_ids("even", WIDE, 1, generator())
     with pytest.raises(InvalidInput, match="qwen30b"):
         workloads.shape("dsv9")
 

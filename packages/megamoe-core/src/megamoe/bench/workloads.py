@@ -18,7 +18,7 @@ TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 
 ROUTINGS = ("random", "balanced", "zipf", "few", "one")
 """random: the best ``top_k`` of independent normal scores. balanced: every expert gets the same number of routes, but for one.
-zipf: experts drawn without replacement with weights 1 / rank. few: all tokens go to the same ``top_k`` experts.
+zipf: distinct experts, the n-th most popular drawn with a chance of 1 / n. few: all tokens go to the same ``top_k`` experts.
 one: all routes go to one expert (repeated ids are separate routes)."""
 
 
@@ -109,31 +109,34 @@ def make_inputs(shape: Shape, format: str, tokens: int, routing: str, x_scale: f
     device = generator.device
     x = torch.randn(tokens, shape.hidden, device=device, generator=generator).to(torch.bfloat16)
     data, scale = load(format).quantize(x, static_scale=x_scale)
-    ids = make_ids(routing, tokens, shape.experts, shape.top_k, generator)
+    ids = make_ids(routing, shape.problem(max(tokens, 1), format), tokens, generator)
     weights = torch.randn(tokens, shape.top_k, device=device, generator=generator).softmax(dim=1)
     return Inputs(x, data, scale, ids, weights, torch.empty_like(x), int(torch.unique(ids).numel()))
 
 
-def make_ids(routing: str, tokens: int, experts: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
-    """(tokens, top_k) int32 expert ids of a routing pattern, see :data:`ROUTINGS`."""
+def make_ids(pattern: str, problem: MoEProblem, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """(tokens, top_k) int32 expert ids of a routing pattern, see :data:`ROUTINGS`, on the generator's device.
+
+    Raises:
+        InvalidInput: no such pattern.
+    """
     import torch
 
-    device = generator.device
-    if routing == "random":
-        ids = torch.randn(tokens, experts, device=device, generator=generator).topk(top_k, dim=1).indices
-    elif routing == "balanced":
-        order = torch.randperm(experts, device=device, generator=generator)
-        ids = order[(torch.arange(tokens * top_k, device=device) % experts).view(tokens, top_k)]
-    elif routing == "zipf":
-        share = 1.0 / torch.arange(1, experts + 1, device=device)
-        ids = torch.multinomial(share.expand(max(tokens, 1), experts), top_k, generator=generator)[:tokens]
-    elif routing == "few":
-        ids = torch.randperm(experts, device=device, generator=generator)[:top_k].expand(tokens, top_k)
-    elif routing == "one":
-        ids = torch.randint(experts, (1, 1), device=device, generator=generator).expand(tokens, top_k)
-    else:
-        raise InvalidInput(f"routing={routing!r}; allowed: {', '.join(ROUTINGS)}.", hint="pass one of these")
-    return ids.to(torch.int32).contiguous()
+    from megamoe.testing import routing
+
+    def random(problem: MoEProblem, tokens: int, seeded: torch.Generator) -> torch.Tensor:
+        return torch.randn(tokens, problem.experts, generator=seeded).topk(problem.top_k, dim=1).indices
+
+    def few(problem: MoEProblem, tokens: int, seeded: torch.Generator) -> torch.Tensor:
+        return torch.randperm(problem.experts, generator=seeded)[: problem.top_k].expand(tokens, -1)
+
+    known = {"random": random, "balanced": routing.balanced, "zipf": routing.zipf, "few": few, "one": routing.one_expert}
+    if pattern not in known:
+        raise InvalidInput(f"routing={pattern!r}; allowed: {', '.join(ROUTINGS)}.", hint="pass one of these")
+    # Patterns are drawn on the CPU, so that they do not depend on the device.
+    seed = int(torch.randint(2**31 - 1, (1,), device=generator.device, generator=generator))
+    ids = known[pattern](problem, tokens, torch.Generator().manual_seed(seed))
+    return ids.to(device=generator.device, dtype=torch.int32).contiguous()
 
 
 def make_weights(shape: Shape, format: str, generator: torch.Generator) -> ExpertWeights:
