@@ -1,6 +1,7 @@
 """What cannot be taken in is refused with file and line, all faults at once, and nothing changes on disk."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -186,6 +187,29 @@ def test_target_with_kernels_of_unknown_origin(tmp_path):
     write_tree(wheel, {"_drop/__init__.py": b"", "_drop/common/mine.py": b"x = 1\n"})
     (fault,) = refusal(wheel, source).faults
     assert fault.file == str(wheel / "_drop/common/mine.py")
+
+
+def test_target_whose_namespace_package_runs_code(tmp_path):
+    source, wheel = write_tree(tmp_path / "upstream", PLAIN), make_wheel(tmp_path)
+    write_tree(wheel, {"_drop/__init__.py": b'"""Ours."""\n\nimport sys\n'})
+    (fault,) = refusal(wheel, source).faults
+    assert (fault.file, fault.line) == (str(wheel / "_drop/__init__.py"), 3)
+
+
+def test_file_that_cannot_be_read(tmp_path, wheel, monkeypatch):
+    source = write_tree(tmp_path / "upstream", PLAIN)
+    locked = source / "src/runtime.py"
+    real = Path.read_bytes
+
+    def read_bytes(self):
+        if self == locked:
+            raise PermissionError(13, "Permission denied")
+        return real(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(DropRefused) as caught:
+        update(wheel, source)
+    assert [(fault.file, fault.text) for fault in caught.value.faults] == [(str(locked), "cannot be read (Permission denied)")]
 
 
 def test_target_with_first_party_kernels(tmp_path):

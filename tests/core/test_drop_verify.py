@@ -209,6 +209,8 @@ def test_diff_that_upstream_has_overtaken(patched, tmp_path):
         (b"--- /dev/null\n+++ b/moe_x/kernel.py\n@@ -0,0 +1 @@\n+b\n", 1),
         (b"--- a/common/constants.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-BLOCK = 32\n", 1),
         (b"diff --git a/x b/x\nBinary files a/x and b/x differ\n", 2),
+        (b"--- /dev/null\n+++ b/tools/x.py\n@@ -0,0 +1 @@\n+b\n", 1),
+        (b"--- /dev/null\n+++ b/common/../../x.py\n@@ -0,0 +1 @@\n+b\n", 1),
     ],
 )
 def test_diff_that_does_not_fit(wheel, tmp_path, diff, line):

@@ -30,11 +30,13 @@ def collect(source: Path, packages: Sequence[str], exclude: Sequence[str]) -> di
             walk = _Walk(source, root, exclude, faults)
             for path in walk.files(source / package, (root,)):
                 relative = path.relative_to(source).as_posix()
-                files[relative] = path.read_bytes()
                 try:
+                    files[relative] = path.read_bytes()
                     decode(files[relative], str(path))
                 except Unreadable as error:
                     faults.append(error.fault)
+                except OSError as error:
+                    faults.append(Fault(str(path), 1, f"cannot be read ({error.strerror})"))
             if not any(name.startswith(f"{package}/") and name.endswith(".py") for name in files):
                 faults.append(Fault(str(source / package), 1, f"package {package!r} holds no Python file"))
     if faults:

@@ -19,7 +19,7 @@ from megamoe.drop.patches import FOLDER, PatchFailed, apply
 from megamoe.drop.rewrite import rewrite
 from megamoe.drop.scan import Findings, Scanner
 from megamoe.drop.source import collect
-from megamoe.drop.verify import verify
+from megamoe.drop.verify import init_problems, verify
 from megamoe.errors import DropError
 
 _INIT_TEXT = b'"""The kernel drop, imported by shim/ alone. Taken in by `megamoe drop update`; not edited by hand."""\n'
@@ -86,7 +86,7 @@ def update(
     diffs = [*kept, *_new_patches(kept, patches)]
     originals = collect(source, packages, before.exclude)
     namespace = namespace_of(package)
-    private, findings = _private(_apply_all(originals, diffs), source, namespace, packages)
+    private, findings = _private(_apply_all(originals, diffs, packages), source, namespace, packages)
     manifest = replace(
         before,
         origin=manifests.UPSTREAM,
@@ -129,6 +129,8 @@ def _refuse_dirty(package: Path, before: Manifest) -> None:
         faults += [
             Fault(str(path), 1, f"is in {TREE} but recorded in no {manifests.NAME}") for path in manifests.kernel_files(package).values()
         ]
+        init = package / TREE / INIT
+        faults += init_problems(init) if init.exists() else []
     if faults:
         raise DropRefused(
             f"{package / TREE} is not as a drop left it; nothing was changed.",
@@ -162,10 +164,13 @@ def _new_patches(kept: Sequence[_Diff], patches: Sequence[tuple[str | Path, str]
     return new
 
 
-def _apply_all(files: dict[str, bytes], diffs: Sequence[_Diff]) -> dict[str, bytes]:
+def _apply_all(files: dict[str, bytes], diffs: Sequence[_Diff], packages: Sequence[str]) -> dict[str, bytes]:
     for name, shown, diff, _ in diffs:
         try:
             files = apply(files, diff, shown)
+            for path in files:
+                if path.partition("/")[0] not in packages or ".." in path.split("/"):
+                    raise PatchFailed(Fault(shown, 1, f"adds {path}, which is in none of the packages {', '.join(packages)}"))
         except PatchFailed as error:
             raise DropRefused(
                 "A pending local diff does not fit this source; nothing was changed.",

@@ -128,7 +128,7 @@ def _namespace_problems(package: Path, manifest: Manifest) -> list[Fault]:
         )
     init = package / TREE / INIT
     if manifest.packages or init.exists() or manifests.kernel_files(package):
-        found += _init_problems(init)
+        found += init_problems(init)
     listed = {patch.file for patch in manifest.patches}
     for path in sorted((package / FOLDER).glob("*")) if (package / FOLDER).is_dir() else ():
         if path.relative_to(package).as_posix() not in listed:
@@ -136,7 +136,8 @@ def _namespace_problems(package: Path, manifest: Manifest) -> list[Fault]:
     return found
 
 
-def _init_problems(init: Path) -> list[Fault]:
+def init_problems(init: Path) -> list[Fault]:
+    """What is wrong with ``_drop/__init__.py``: it is the wheel's own, so no hash vouches for it, and it runs before every kernel."""
     if not init.is_file():
         return [Fault(str(init), 1, "is missing")]
     try:
