@@ -29,8 +29,8 @@ CAPABILITIES = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3)), "sm120": ((12, 0
 VERSION = re.search(r'^__version__ = "(.+)"', Path(SOURCES[0], "megamoe", "__init__.py").read_text(), re.MULTILINE).group(1)
 
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
-PYTEST = ("pytest>=9,<10", "pytest-timeout>=2.4", "pytest-xdist>=3.8")
-EXTRAS = ("hypothesis>=6.120", "transformers>=5.0")  # what tests of core use beyond pytest
+PYTEST = ("pytest>=9,<10", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.120")
+TRANSFORMERS = "transformers>=5.0"  # the client that tests of core bring
 CUTLASS = "nvidia-cutlass-dsl[cu13]==4.8.*"
 TVM_FFI = "apache-tvm-ffi>=0.1.15"
 LIGHT = ("importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.7")  # what core needs apart from torch
@@ -174,7 +174,7 @@ def wheel_tests(session: nox.Session, arch: str) -> None:
 @nox.session(requires=["build"])
 def tests(session: nox.Session) -> None:
     """Core and several ranks on the CPU, with all four wheels installed from dist/."""
-    session.install(*CONSTRAINTS, *PYTEST, *EXTRAS, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
+    session.install(*CONSTRAINTS, *PYTEST, TRANSFORMERS, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
     here = _tests("core", *_existing("ranks"))
     _pytest(session, *here, "-m", "not alone", "-n", "2", "--dist", "loadfile")
     if not session.posargs:
@@ -208,7 +208,7 @@ def _gpu_session(arch: str) -> None:
             session.skip(f"needs an {arch} GPU: {found}")
         if not any(tuple(device["capability"]) in CAPABILITIES[arch] for device in found):
             session.skip(f"needs an {arch} GPU, found {', '.join(str(device['name']) for device in found)}")
-        _install_arch(session, arch, *EXTRAS)
+        _install_arch(session, arch, TRANSFORMERS)
         _pytest(session, *_tests("core", *_existing(arch, "ranks")), "-m", f"gpu or {arch}", environment="gpu")
         session.run("megamoe", "check", "--backend", arch)
 
