@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("wheel", metavar="WHEEL", help="the wheel to compare with")
     diff.add_argument("source", metavar="SOURCE", help="the folder that holds the packages")
     diff.add_argument(
-        "--package", metavar="P", nargs="+", action="extend", default=[], help="packages to compare (default: those of the drop)"
+        "--package", metavar="P", nargs="+", action="extend", default=[], help="packages that would be taken (default: those of the drop)"
     )
 
     export = _action(actions, "export", _export, "write the verbatim tree out, byte for byte")
