@@ -1,0 +1,133 @@
+"""Symmetric memory of a session: named regions at equal offsets on every rank, and where each rank finds its peers'.
+
+With one rank the heap is ordinary device memory. With several it comes from NVSHMEM, and a kernel reaches a peer's region at
+``table[rank] + offset`` by loads and stores; the table lies in device memory, so its size has no limit in the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megamoe.ep import nvshmem
+from megamoe.ep.nvshmem import together
+from megamoe.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from megamoe.ep.group import Group
+
+ALIGN = 256
+MOST_RANKS = 72
+"""GPUs of the largest NVLink domain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Named regions one after another.
+
+    Attributes:
+        offsets: region name -> (byte offset, bytes).
+        nbytes: of all of them.
+    """
+
+    offsets: Mapping[str, tuple[int, int]]
+    nbytes: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Layout:
+        """From region name -> bytes, in order; each starts at a multiple of :data:`ALIGN`."""
+        offsets, end = {}, 0
+        for name, size in sizes.items():
+            if size < 0:
+                raise InvalidInput(f"region {name} has {size} bytes; allowed: 0 and more.", hint="check the sizes of the plan")
+            offsets[name] = (end, size)
+            end += -(-size // ALIGN) * ALIGN
+        return cls(offsets, end)
+
+
+class Heap:
+    """Symmetric memory, zeroed when it is opened. Made by :func:`open_heap`.
+
+    Attributes:
+        layout: the regions.
+        bases: address of every rank's heap in this process, by rank.
+        table: the same as a (ranks,) int64 tensor on the device.
+    """
+
+    def __init__(self, layout: Layout, bases: tuple[int, ...], rank: int, device: torch.device, runtime: nvshmem.Runtime | None) -> None:
+        self.layout, self.bases = layout, bases
+        self.table = torch.tensor(bases, dtype=torch.int64, device=device)
+        self._rank, self._runtime = rank, runtime
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def base(self) -> int:
+        """Address of this rank's heap."""
+        return self.bases[self._rank]
+
+    def address(self, region: str, rank: int | None = None) -> int:
+        """Address of a rank's region (this rank's when ``None``) in this process."""
+        return self.bases[self._rank if rank is None else rank] + self.layout.offsets[region][0]
+
+    def close(self, *, alone: bool = False) -> None:
+        """Give the memory back. Collective, unless ``alone``: that leaves it allocated, freeing takes all ranks. Safe to call twice."""
+        runtime, self._runtime, self._memory = self._runtime, None, None
+        if runtime is not None:
+            if not alone:
+                runtime.library.free(self.base)
+            nvshmem.leave(runtime, alone=alone)
+
+
+def open_heap(layout: Layout, group: Group, device: torch.device, library: nvshmem.Library | None = None) -> Heap:
+    """Allocate the regions on every rank. Collective.
+
+    Args:
+        layout: equal on all ranks.
+        group: the ranks, in any order.
+        device: this rank's device.
+        library: stands in for NVSHMEM in tests.
+
+    Raises:
+        BackendUnavailable: NVSHMEM does not work, memory is short, or a rank cannot reach another one by loads and stores (it sits in
+            another NVLink domain); names the ranks, the same on all of them.
+        InvalidInput: more ranks than an NVLink domain has.
+    """
+    if group.size > MOST_RANKS:
+        raise InvalidInput(
+            f"{group.size} ranks; allowed: 1 to {MOST_RANKS}, one NVLink domain.", hint="use a smaller expert-parallel group"
+        )
+    if group.size == 1:
+        memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        heap = Heap(layout, (memory.data_ptr(),), 0, device, None)
+        heap._memory = memory
+        return heap
+    runtime, pes = nvshmem.join(group, device, library)
+    address = runtime.library.allocate(layout.nbytes)
+    try:
+        short = "" if address else f"no {layout.nbytes} bytes of symmetric memory (NVSHMEM_SYMMETRIC_SIZE, free device memory)"
+        together(group, device, short, {})
+        bases = tuple(runtime.library.peer(address, pe) for pe in pes)
+        far = [group.members[rank] for rank, base in enumerate(bases) if not base]
+        together(group, device, f"no loads and stores to world ranks {far}, which are in another NVLink domain" if far else "", {})
+    except BaseException:
+        if address:
+            runtime.library.free(address)
+        nvshmem.leave(runtime)
+        raise
+    heap = Heap(layout, bases, group.rank, device, runtime)
+    _zero(address, layout.nbytes, device)
+    # Nobody may write into a peer's region before that peer has zeroed it.
+    together(group, device, "", {})
+    return heap
+
+
+def _zero(address: int, nbytes: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        from cuda.bindings import runtime as cuda
+
+        (status,) = cuda.cudaMemset(address, 0, nbytes)
+        assert status == cuda.cudaError_t.cudaSuccess, status
+        torch.cuda.synchronize(device)
