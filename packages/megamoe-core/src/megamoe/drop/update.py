@@ -119,10 +119,12 @@ _Diff = tuple[str, str, bytes, str]
 
 def _refuse_dirty(package: Path, before: Manifest) -> None:
     faults = []
+    hint = "undo the local changes, or keep them as a diff with --patch FILE REASON"
     if (package / _STAGE).exists():
         faults.append(Fault(str(package / _STAGE), 1, "an interrupted update left this: move back what is in its `old`, delete it"))
     if before.first_party and manifests.kernel_files(package):
         faults.append(Fault(str(package / manifests.NAME), 1, "the kernels of this wheel are first-party; a drop would replace them"))
+        hint = f"remove them and {manifests.NAME} first, or make a wheel for the drop with `megamoe new-backend`"
     elif before.files:
         faults += verify(package).problems
     else:
@@ -133,9 +135,9 @@ def _refuse_dirty(package: Path, before: Manifest) -> None:
         faults += init_problems(init) if init.exists() else []
     if faults:
         raise DropRefused(
-            f"{package / TREE} is not as a drop left it; nothing was changed.",
+            f"{package / TREE} holds what an update would lose; nothing was changed.",
             faults,
-            hint="undo the local changes, or keep them as a diff with --patch FILE REASON",
+            hint=hint,
         )
 
 
