@@ -161,12 +161,11 @@ def _print(out: Output, problem: MoEProblem, ranks: int, why: str, candidates: l
 
 def _print_plan(out: Output, plan: Plan) -> None:
     out.text()
-    out.text(f"Plan of {plan.backend} {plan.version}", style="bold")
-    for title, pairs, unit in (("knobs", plan.knobs, ""), ("budgets", plan.budgets, ""), ("lower bounds", plan.bounds, " us")):
-        for name, value in pairs.items():
-            out.text(f"  {title}: {name} = {value:,}{unit}" if isinstance(value, int | float) else f"  {title}: {name} = {value}{unit}")
-    for line in plan.properties:
-        out.text(f"  property: {line}")
+    facts: list[tuple[str, object]] = [(f"knob {name}", value) for name, value in plan.knobs.items()]
+    facts += [(f"budget {name}", f"{value:,}") for name, value in plan.budgets.items()]
+    facts += [(f"at least, for {name}", f"{value:,.1f} us") for name, value in plan.bounds.items()]
+    facts += [("property", line) for line in plan.properties]
+    out.facts(facts, title=f"Plan of {plan.backend} {plan.version}")
     if plan.regions:
         rows = [(region.name, region.kind, f"{region.nbytes:,}", region.purpose) for region in plan.regions]
         out.text()
