@@ -168,18 +168,24 @@ def test_module_that_is_gone(tmp_path):
     problems = audit(make(tmp_path, tree)).problems
     shim, contract = "shim/launch.py", "shim/contract.toml"
     places = {(p.file.rpartition("acme_kernels/")[2], p.line) for p in problems}
-    assert places == {(shim, 2), (contract, 1)}
+    stated = CONTRACT.decode().splitlines()
+    names = [number for number, line in enumerate(stated, 1) if "moe_x.kernel" in line]
+    assert {place for place in places if place[0] == shim} == {(shim, 2)}
+    # The line after `module = ...` names the symbol, or is the list that does.
+    assert {line for file, line in places if file == contract} == {number + 1 for number in names}
     assert {p.found for p in problems} == {"no such module"}
 
 
 def test_shim_that_relies_on_more_than_it_states(tmp_path):
     more = b"\nfrom .._drop.moe_x.base import Base\nfrom .._drop.moe_x.base import Missing\nfrom .._drop.moe_x import nothing\n"
     more += b"from .._drop.common import constants\nx = constants.COUNT + constants.GONE + constants.TILE\n"
+    more += b"import acme_kernels._drop.moe_x.gone\nimport acme_kernels._drop.moe_x.kernel as k\nx = k.Kernel, k.Gone\n"
     wheel = make(tmp_path, shim={**SHIM, "shim/more.py": more})
     found = [(p.file, p.line, p.found) for p in audit(wheel).problems if p.file.endswith("more.py")]
     here = str(wheel / "shim/more.py")
     absent = "no such symbol"
-    assert found == [(here, 2, "none"), (here, 3, absent), (here, 4, absent), (here, 6, absent), (here, 6, "none")]
+    expected = [(here, 2, "none"), (here, 3, absent), (here, 4, absent), (here, 6, absent), (here, 6, "none")]
+    assert found == [*expected, (here, 7, "no such module"), (here, 9, absent)]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +193,7 @@ def test_shim_that_relies_on_more_than_it_states(tmp_path):
     [
         ("shim/plan.py", b"\n_BLOCK = 33\n", 2, "33"),
         ("shim/plan.py", b"OTHER = 32\n", 1, "no such constant"),
-        ("shim/other.py", b"", 1, "nothing"),
+        ("shim/other.py", b"", CONTRACT.decode().splitlines().index('mirror = "shim/plan.py:_BLOCK"') + 1, "nothing"),
     ],
 )
 def test_mirror_that_disagrees(tmp_path, file, new, line, found):

@@ -71,13 +71,13 @@ def audit(wheel: str | Path, source: str | Path | None = None) -> Audit:
 class _Auditor:
     def __init__(self, package: Path, tree: Path, index: Index, files: dict[str, bytes]) -> None:
         self._package, self._tree, self._index, self._files = package, tree, index, files
-        self._contract = str(package / contracts.FOLDER / contracts.NAME)
+        self._contract = package / contracts.FOLDER / contracts.NAME
         self.uses = 0
 
     def contract(self, contract: Contract) -> Iterator[Fault]:
         for module, name in contract.symbols:
             if self._find(module, name) is None:
-                yield self._missing(module, name)
+                yield self._missing(module, name, "symbols")
         for signature in contract.signatures:
             yield from self._signature(signature)
         for constant in contract.constants:
@@ -100,6 +100,12 @@ class _Auditor:
                             modules[alias.asname or alias.name] = inner
                         else:
                             yield from self._use(contract, home, alias.name, str(path), node.lineno)
+                for alias in node.names if isinstance(node, ast.Import) else ():
+                    if f"{alias.name}.".startswith(f"{manifest.namespace}."):
+                        inner = alias.name[len(manifest.namespace) + 1 :]
+                        if inner and not self._index.is_module(inner):
+                            yield Fault(str(path), node.lineno, f"imports {inner}, which the drop does not have", inner, "no such module")
+                        modules[alias.asname or ""] = inner
             for use in ast.walk(module.tree):
                 if isinstance(use, ast.Attribute) and isinstance(use.value, ast.Name) and use.value.id in modules:
                     yield from self._use(contract, modules[use.value.id], use.attr, str(path), use.lineno)
@@ -110,7 +116,7 @@ class _Auditor:
         if not home or self._index.module(home) is None:
             yield Fault(shown, line, f"imports from {home or TREE}, which the drop does not have", inner, "no such module")
         elif self._find(home, name) is None:
-            yield self._missing(home, name, shown, line)
+            yield self._missing(home, name, file=shown, line=line)
         elif (home, name) not in contract.names:
             yield Fault(shown, line, f"uses {inner}, which {contracts.NAME} does not state", f"an entry for {inner}", "none")
 
@@ -118,7 +124,7 @@ class _Auditor:
         # Not every constructor is written out: a dataclass has one too.
         symbol = self._find(stated.module, stated.name.removesuffix(".__init__"))
         if symbol is None:
-            yield self._missing(stated.module, stated.name)
+            yield self._missing(stated.module, stated.name, "signatures")
             return
         found = self._index.signature(symbol)
         if found is None:
@@ -131,7 +137,7 @@ class _Auditor:
     def _constant(self, stated: Constant) -> Iterator[Fault]:
         symbol = self._find(stated.module, stated.name)
         if symbol is None:
-            yield self._missing(stated.module, stated.name)
+            yield self._missing(stated.module, stated.name, "constants")
         else:
             found = _value(self._index, symbol)
             if not _equal(stated.value, found):
@@ -143,7 +149,8 @@ class _Auditor:
         file, _, name = stated.mirror.partition(":")
         path = self._package / file
         if not path.is_file():
-            yield Fault(self._contract, 1, f"mirror {stated.mirror} of {stated.name}: no such file", str(path), "nothing")
+            line = self._entry_line("constants", stated.module, stated.mirror)
+            yield Fault(str(self._contract), line, f"mirror {stated.mirror} of {stated.name}: no such file", str(path), "nothing")
             return
         index = Index({file: path.read_bytes()})
         symbol = index.find(file.removesuffix(".py").replace("/", "."), name)
@@ -155,14 +162,26 @@ class _Auditor:
     def _find(self, module: str, name: str) -> Symbol | None:
         return self._index.find(module, name)
 
-    def _missing(self, module: str, name: str, file: str = "", line: int = 1) -> Fault:
+    def _missing(self, module: str, name: str, kind: str = "", file: str = "", line: int = 1) -> Fault:
         home = self._index.module(module)
         if home is None:
-            return Fault(file or self._contract, line, f"module {module} is not in the drop", f"{module}.{name}", "no such module")
+            where = (file, line) if file else (str(self._contract), self._entry_line(kind, module, name))
+            return Fault(*where, f"module {module} is not in the drop", f"{module}.{name}", "no such module")
         owner = self._find(module, name.rpartition(".")[0]) if "." in name else None
         if owner is not None:
             return self._fault(owner, f"{name} is not in {module}", name, "no such symbol")
         return Fault(file or str(self._tree / home.path), line, f"{name} is not in {module}", name, "no such symbol")
+
+    def _entry_line(self, kind: str, module: str, name: str) -> int:
+        """Where the contract states this; the TOML parser does not say."""
+        table, right_module = "", False
+        for number, line in enumerate(self._contract.read_text(encoding="utf-8").splitlines(), 1):
+            if line.startswith("[["):
+                table, right_module = line.strip("[] \t").partition("]")[0], False
+            right_module |= f'"{module}"' in line
+            if table == kind and right_module and f'"{name}"' in line:
+                return number
+        return 1
 
     def _fault(self, symbol: Symbol, text: str, expected: str, found: str, line: int = 0) -> Fault:
         return Fault(str(self._tree / symbol.module.path), line or symbol.line, text, expected, found)
