@@ -6,8 +6,15 @@ from cutlass import Float32, Int32, Int64
 
 from megamoe.device import memory, quantize, routing
 
-PIECES = 2  # 256-column pieces of a row that a warp sums at a time
+PIECES = 4  # 256-column pieces of a row that a warp sums at a time
 BATCH = 8  # routes in flight per piece
+
+
+def slot_of(ids, topk_w, token, slot, top_k, wide, weighted):
+    """(expert id, weight) of a token's slot."""
+    route = token * top_k + slot
+    expert = routing.load_id(ids, route, wide)
+    return expert, memory.ld_f32(topk_w + Int64(route) * 4) if weighted else Float32(1.0)
 
 
 @cute.jit
@@ -27,20 +34,40 @@ def sum_rows(
     lane: Int32,
 ):
     """out[t] = bf16(sum over slots k in order of w[t, k] * stage[t * top_k + k]); slots without an expert add nothing. `warp` of `warps` over the grid."""
+    if tokens > 0:
+        _sum_units(stage, ids, topk_w, out, tokens, experts, top_k, hidden, wide, weighted, warp, warps, lane)
+
+
+@cute.jit
+def _sum_units(
+    stage,
+    ids,
+    topk_w,
+    out,
+    tokens,
+    experts: cutlass.Constexpr,
+    top_k: cutlass.Constexpr,
+    hidden: cutlass.Constexpr,
+    wide: cutlass.Constexpr,
+    weighted: cutlass.Constexpr,
+    warp,
+    warps,
+    lane,
+):
     width = 256 * PIECES
     chunks = -(-hidden // width)
+    slot = cutlass.min(lane, top_k - 1)
     unit = warp
+    # Ids and weights of the next unit travel while this one is summed.
+    next_expert, next_weight = slot_of(ids, topk_w, cutlass.min(unit // chunks, tokens - 1), slot, top_k, wide, weighted)
     while unit < tokens * chunks:
         token = unit // chunks
         column = (unit - token * chunks) * width + lane * 8
-        slot = cutlass.min(lane, top_k - 1)
-        expert = routing.load_id(ids, token * top_k + slot, wide)
-        used = (expert >= 0) & (expert < experts) & (lane < top_k)
+        used = (next_expert >= 0) & (next_expert < experts) & (lane < top_k)
         weight = Float32(0.0)
         if used:
-            weight = Float32(1.0)
-            if cutlass.const_expr(weighted):
-                weight = memory.ld_f32(topk_w + (Int64(token) * top_k + slot) * 4)
+            weight = next_weight
+        next_expert, next_weight = slot_of(ids, topk_w, cutlass.min((unit + warps) // chunks, tokens - 1), slot, top_k, wide, weighted)
         slots = cute.arch.vote_ballot_sync(used)
         total = [Float32(0.0) for _ in range(8 * PIECES)]
         for first in cutlass.range_constexpr(0, top_k, BATCH):

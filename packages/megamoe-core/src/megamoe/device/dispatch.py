@@ -38,50 +38,46 @@ def move_rows(
     wait_ms: Int32,
     lane: Int32,
 ):
-    """One warp. `slots` rows of `row_bytes` bytes travel at a time through the shared buffer; `scales` fp32 scales a row go along, transposed."""
+    """One warp. `slots` rows of `row_bytes` bytes travel at a time through the shared buffer; `scales` fp32 scales a row go along, transposed.
+
+    Lane s looks up row s of a batch, so the chain expert -> list -> route -> row costs its latency once a batch.
+    """
     count = cute.make_tensor(counts, cute.make_layout(experts))
     offsets = cute.make_tensor(base, cute.make_layout(experts + 1))
     total = offsets[experts] * tile
     parity = Int32(0)
     row = bidx
     while row < total:
-        tokens = [Int32(-1) for _ in range(slots)]
-        moved = Int32(0)
-        for s in cutlass.range_constexpr(slots):
-            r = row + s * grid
-            if r < total:
-                e = routing.expert_of(r // tile, base, experts, lane)
-                if r - offsets[e] * tile < count[e]:
-                    deadline.wait_ge(list_ready + Int64(e) * 4, epoch + 1, control, regions.SITE_LISTS, e, wait_ms)
-                    # An aborted launch may see a list that was never written: stay inside x.
-                    route = cutlass.max(cutlass.min(memory.ld_i32(row_route + Int64(r) * 4), routes - 1), 0)
-                    tokens[s] = route // top_k
-                    moved = moved + 1
-                    if lane == 0:
-                        memory.bulk_load(buffer + s * row_bytes, x + Int64(tokens[s]) * row_bytes, Int32(row_bytes), barrier)
+        token = Int32(-1)
+        own = row + cutlass.min(lane, slots - 1) * grid
+        if lane < slots and own < total:
+            e = routing.search_expert(own // tile, base, experts)
+            if own - offsets[e] * tile < count[e]:
+                deadline.wait_ge(list_ready + Int64(e) * 4, epoch + 1, control, regions.SITE_LISTS, e, wait_ms)
+                # An aborted launch may see a list that was never written: stay inside x.
+                token = cutlass.max(cutlass.min(memory.ld_i32(row_route + Int64(own) * 4), routes - 1), 0) // top_k
+                memory.bulk_load(buffer + lane * row_bytes, x + Int64(token) * row_bytes, Int32(row_bytes), barrier)
+        moved = cute.arch.popc(cute.arch.vote_ballot_sync(token >= 0))
         if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, moved * row_bytes)
         if cutlass.const_expr(scales > 0):
             for j in cutlass.range_constexpr(0, scales, 32):
-                values = []
-                for s in cutlass.range_constexpr(slots):
-                    at = Int64(cutlass.max(tokens[s], 0)) * scales + cutlass.min(lane + j, scales - 1)
-                    values.append(memory.ld_i32(xs + at * 4))
-                for s in cutlass.range_constexpr(slots):
-                    if tokens[s] >= 0 and lane + j < scales:
-                        memory.st_i32(pool_scale + (Int64(lane + j) * pool_rows + (row + s * grid)) * 4, values[s])
+                for first in cutlass.range_constexpr(0, slots, 4):
+                    values = []
+                    for s in cutlass.range_constexpr(first, min(first + 4, slots)):
+                        t = cutlass.max(cute.arch.shuffle_sync(token, s), 0)
+                        values.append(memory.ld_i32(xs + (Int64(t) * scales + cutlass.min(lane + j, scales - 1)) * 4))
+                    for s in cutlass.range_constexpr(first, min(first + 4, slots)):
+                        if cute.arch.shuffle_sync(token, s) >= 0 and lane + j < scales:
+                            memory.st_i32(pool_scale + (Int64(lane + j) * pool_rows + (row + s * grid)) * 4, values[s - first])
         cute.arch.mbarrier_wait(barrier, parity)
         parity = parity ^ 1
-        if lane == 0:
-            for s in cutlass.range_constexpr(slots):
-                if tokens[s] >= 0:
-                    memory.bulk_store(pool + Int64(row + s * grid) * row_bytes, buffer + s * row_bytes, Int32(row_bytes))
+        if token >= 0:
+            memory.bulk_store(pool + Int64(own) * row_bytes, buffer + lane * row_bytes, Int32(row_bytes))
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)
         cute.arch.sync_warp()
-        if lane == 0:
-            for s in cutlass.range_constexpr(slots):
-                if tokens[s] >= 0:
-                    memory.red_release(ready + Int64((row + s * grid) // tile) * 4, Int32(1))
+        if token >= 0:
+            memory.red_release(ready + Int64(own // tile) * 4, Int32(1))
         cute.arch.sync_warp()
         row = row + slots * grid

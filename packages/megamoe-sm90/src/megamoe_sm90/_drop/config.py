@@ -98,16 +98,11 @@ class NativeConfig:
         return -(-self.hidden // TILE_N)
 
     @property
-    def pieces(self) -> int:
-        """64-column pieces of a warpgroup: all four of its 64 rows, or with a 64-row tile the gate and the up piece of its half."""
-        return 4 if self.tile_m == 128 else 2
-
-    @property
     def k_unroll(self) -> int:
         """K blocks a loop iteration: divides both loops."""
         if self.unroll is not None:
             return self.unroll
-        return max(u for u in (1, 2, 4, 7, 8) if self.kb1 % u == 0 and self.kb2 % u == 0)
+        return max(u for u in (1, 2, 4) if self.kb1 % u == 0 and self.kb2 % u == 0)
 
     @property
     def scale_words(self) -> int:

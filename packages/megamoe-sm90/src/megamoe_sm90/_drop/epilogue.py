@@ -16,49 +16,46 @@ from . import words as w
 class Epilogue:
     """Mixin: `self.c` is the NativeConfig. All methods are plain Python: they run while the kernel is traced."""
 
-    def _channel(self, piece, wg):
-        """First column of a piece inside its 128-row weight panel."""
-        return piece * 64 if self.c.tile_m == 128 else wg * 64
-
-    def _activate(self, gate, up):
+    def _activate(self, gates, ups):
+        """Gated activation of two channels: they share one reciprocal (the special-function unit limits this epilogue)."""
         c = self.c
-        if c.limit is not None:
-            gate = w.min_nan(gate, Float32(c.limit))
-            up = quantize.max_nan(w.min_nan(up, Float32(c.limit)), Float32(-c.limit))
-        sigmoid = w.rcp(1.0 + w.exp2(gate * (-c.alpha * w.LOG2E)))
+        terms = []
+        for i in range(2):
+            if c.limit is not None:
+                gates[i] = w.min_nan(gates[i], Float32(c.limit))
+                ups[i] = quantize.max_nan(w.min_nan(ups[i], Float32(c.limit)), Float32(-c.limit))
+            # The bound keeps the product below finite; 2 ** -60 is as good as 0 for the sigmoid. NaN comes back through the factor `gate`.
+            terms.append(1.0 + w.exp2(cute.arch.fmin(gates[i] * (-c.alpha * w.LOG2E), Float32(60.0))))
+        inverse = w.rcp(terms[0] * terms[1])
         if c.up_bias != 0.0:
-            up = up + c.up_bias
-        return up * (gate * sigmoid)
+            ups = [up + c.up_bias for up in ups]
+        return [ups[i] * (gates[i] * (inverse * terms[1 - i])) for i in range(2)]
 
-    def _fc1_values(self, accs, e, n, wg, lane, dequant, weights, b13):
+    def _fc1_values(self, part, accs, e, n, lane, dequant, weights, b13):
         """accs[p] of the gate pieces become the activated values (still fp32)."""
         c = self.c
-        half = c.pieces // 2
+        half = part.pieces // 2
         for p in range(half):
             for j in range(8):
-                for k in range(2):
-                    bias = None
-                    if c.bias13:
-                        channel = n * 128 + self._channel(p, wg) + 8 * j + 2 * (lane % 4) + k
-                        channel = cutlass.min(channel, c.intermediate - 1)
-                        at = b13 + (Int64(e) * (2 * c.intermediate) + channel) * 4
-                        bias = w.load_f32(at), w.load_f32(at + c.intermediate * 4)
-                    for r in range(2):
-                        v = 4 * j + 2 * r + k
-                        gate, up = accs[p][v], accs[half + p][v]
-                        if dequant is not None:
-                            gate, up = gate * dequant, up * dequant
-                        if bias is not None:
-                            gate, up = gate + bias[0], up + bias[1]
-                        value = self._activate(gate, up)
-                        if weights is not None:
-                            value = value * weights[r]
-                        accs[p][v] = value
+                bias = None
+                if c.bias13:
+                    channel = n * 128 + part.channel(p) + 8 * j + 2 * (lane % 4)
+                    at = [b13 + (Int64(e) * (2 * c.intermediate) + cutlass.min(channel + k, c.intermediate - 1)) * 4 for k in range(2)]
+                    bias = [(w.load_f32(x), w.load_f32(x + c.intermediate * 4)) for x in at]
+                for r in range(2):
+                    v = 4 * j + 2 * r
+                    gates, ups = [accs[p][v], accs[p][v + 1]], [accs[half + p][v], accs[half + p][v + 1]]
+                    if dequant is not None:
+                        gates, ups = [x * dequant for x in gates], [x * dequant for x in ups]
+                    if bias is not None:
+                        gates, ups = [gates[k] + bias[k][0] for k in range(2)], [ups[k] + bias[k][1] for k in range(2)]
+                    for k, value in enumerate(self._activate(gates, ups)):
+                        accs[p][v + k] = value if weights is None else value * weights[r]
 
-    def _row_amax(self, accs, r):
+    def _row_amax(self, part, accs, r):
         """Largest magnitude of row r over this warpgroup's channels; the same in all lanes of a quad."""
         amax = Float32(0.0)
-        for p in range(self.c.pieces // 2):
+        for p in range(part.pieces // 2):
             for j in range(8):
                 for k in range(2):
                     amax = quantize.max_nan(amax, quantize.absolute(accs[p][4 * j + 2 * r + k]))
@@ -66,10 +63,10 @@ class Epilogue:
             amax = quantize.max_nan(amax, cute.arch.shuffle_sync_bfly(amax, s))
         return amax
 
-    def _store_fp8(self, accs, r, n, wg, lane, scale, inverse, address, ok, selectors):
+    def _store_fp8(self, part, accs, r, n, lane, scale, inverse, address, ok, selectors):
         """Row r of the gate pieces, divided by scale, as FP8 at `address` (that row of mid)."""
         c = self.c
-        for p in range(c.pieces // 2):
+        for p in range(part.pieces // 2):
             out = []
             for m in range(4):
                 q = [quantize.quotient(accs[p][4 * j + 2 * r + k], scale, inverse) for j in (2 * m, 2 * m + 1) for k in range(2)]
@@ -78,7 +75,7 @@ class Epilogue:
             # Word s: columns 2 s, 2 s + 1 of groups 2 t (low half) and 2 t + 1 (high half).
             t = [w.permute(t[0], t[1], Int32(0x5410)), w.permute(t[2], t[3], Int32(0x5410)),
                  w.permute(t[0], t[1], Int32(0x7632)), w.permute(t[2], t[3], Int32(0x7632))]
-            column = n * 128 + self._channel(p, wg) + 16 * (lane % 4)
+            column = n * 128 + part.channel(p) + 16 * (lane % 4)
             w.store_16(address + Int64(column), t, ok & self._inside(column, c.intermediate, 128))
 
     def _store_bf16(self, acc, r, column, limit, span, lane, address, ok, selectors):
@@ -92,8 +89,9 @@ class Epilogue:
         """False for columns behind the end of a row whose last tile is partial; constant where there is none."""
         return Boolean(True) if limit % span == 0 else column < limit
 
-    def fc1(self, accs, e, n, pool, valid, routes, row, wg, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange):
+    def fc1(self, part, accs, e, n, pool, valid, routes, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange):
         c = self.c
+        row = part.row
         selectors = w.quad_selectors(lane)
         dequant = None
         if c.fmt in ("fp8_tensor", "fp8_tensor_e5m2"):
@@ -101,18 +99,18 @@ class Epilogue:
         weights = None
         if c.early:
             weights = [w.load_f32(topk_w + Int64(cutlass.max(routes[row + 8 * r], 0)) * 4) for r in range(2)]
-        self._fc1_values(accs, e, n, wg, lane, dequant, weights, b13)
+        self._fc1_values(part, accs, e, n, lane, dequant, weights, b13)
         amax = []
         if c.block_scales:
-            amax = [self._row_amax(accs, r) for r in range(2)]
-            if c.tile_m == 64:
+            amax = [self._row_amax(part, accs, r) for r in range(2)]
+            if part.split:
                 amax = exchange(amax)
         for r in range(2):
             ok = row + 8 * r < valid
             address = mid + Int64(pool + row + 8 * r) * (c.intermediate * c.element)
             if c.fmt == "bf16":
-                for p in range(c.pieces // 2):
-                    self._store_bf16(accs[p], r, n * 128 + self._channel(p, wg), c.intermediate, 128, lane, address, ok, selectors)
+                for p in range(part.pieces // 2):
+                    self._store_bf16(accs[p], r, n * 128 + part.channel(p), c.intermediate, 128, lane, address, ok, selectors)
                 continue
             if c.block_scales:
                 scale = quantize.block_scale(amax[r], c.e5m2)
@@ -120,19 +118,20 @@ class Epilogue:
                 w.store_f32(mid_scale + (Int64(n) * pool_rows + (pool + row + 8 * r)) * 4, scale, first)
             else:
                 scale = w.load_f32(mid_static)
-            self._store_fp8(accs, r, n, wg, lane, scale, quantize.reciprocal(scale), address, ok, selectors)
+            self._store_fp8(part, accs, r, n, lane, scale, quantize.reciprocal(scale), address, ok, selectors)
 
-    def fc2(self, accs, e, n, valid, routes, row, wg, lane, mid_static, w2_scale, b2, stage):
+    def fc2(self, part, accs, e, n, valid, routes, lane, mid_static, w2_scale, b2, stage):
         c = self.c
+        row = part.row
         selectors = w.quad_selectors(lane)
-        half = c.pieces // 2
+        half = part.pieces // 2
         dequant = None
         if c.fmt in ("fp8_tensor", "fp8_tensor_e5m2"):
             dequant = w.load_f32(mid_static) * w.load_f32(w2_scale + Int64(e) * 4)
         # Pieces 0 .. half - 1 lie in the first 128-column panel, the others in the second.
-        columns = [n * 256 + (p // half) * 128 + self._channel(p % half, wg) for p in range(c.pieces)]
+        columns = [n * 256 + (p // half) * 128 + part.channel(p % half) for p in range(part.pieces)]
         if dequant is not None or c.bias2:
-            for p in range(c.pieces):
+            for p in range(part.pieces):
                 for j in range(8):
                     for k in range(2):
                         bias = None
@@ -146,5 +145,5 @@ class Epilogue:
         for r in range(2):
             ok = row + 8 * r < valid
             address = stage + Int64(routes[row + 8 * r]) * (c.hidden * 2)
-            for p in range(c.pieces):
+            for p in range(part.pieces):
                 self._store_bf16(accs[p], r, columns[p], c.hidden, 256, lane, address, ok, selectors)

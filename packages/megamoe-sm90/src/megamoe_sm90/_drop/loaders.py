@@ -6,7 +6,7 @@ from cutlass import Int32, Int64
 
 from megamoe.device import deadline, memory, regions, routing, stream
 
-from .config import MATH_WARPS, ROW_BYTES, SLOTS, TILE_N
+from .config import ROW_BYTES, SLOTS, TILE_N
 
 ROW_WARPS = 2
 WORDS = 8  # words of a task before its routes
@@ -26,7 +26,10 @@ class Loaders:
 
     @cute.jit
     def schedule(self, control, bank, ring, tfull, tempty, counts, base, bidx, grid, lane):
-        """Claims tasks in stream order and hands them to the other warps, one task ahead of what they need."""
+        """Claims tasks in stream order and hands them to the other warps, as many ahead as the ring has slots.
+
+        A slot that comes back means that all math warps have finished its task: this warp then publishes it, so no math warp waits for a fence.
+        """
         c = self.c
         words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
         count = cute.make_tensor(counts, cute.make_layout(c.experts))
@@ -36,11 +39,12 @@ class Loaders:
         phase = Int32(1)
         task = bidx
         kind = Int32(0)
+        used = Int32(0)
         while kind != stream.END:
             kind, block, tile = stream.decode(task, blocks, c.group, c.n1, c.n2)
             if deadline.aborted(control) != 0:
                 kind = Int32(stream.END)
-            cute.arch.mbarrier_wait(tempty + slot, phase)
+            self.take_back(bank, words, tempty, slot, phase, used >= SLOTS, lane)
             at = slot * self.slot_words
             if kind != stream.END:
                 e = routing.expert_of(block, base, c.experts, lane)
@@ -57,7 +61,27 @@ class Loaders:
                 task = grid + memory.add_relaxed(bank + regions.CLAIMS, Int32(1))
             cute.arch.sync_warp()
             task = cute.arch.shuffle_sync(task, 0)
+            used = used + 1
             slot, phase = self._advance(slot, phase, SLOTS)
+        # The end task stays in its slot; the others still come back.
+        for i in cutlass.range_constexpr(SLOTS - 1):
+            self.take_back(bank, words, tempty, slot, phase, used >= SLOTS, lane)
+            used = used + 1
+            slot, phase = self._advance(slot, phase, SLOTS)
+
+    @cute.jit
+    def take_back(self, bank, words, tempty, slot, phase, used, lane):
+        """Wait until a slot is free and publish the FC1 task that it held."""
+        cute.arch.mbarrier_wait(tempty + slot, phase)
+        at = slot * self.slot_words
+        if used and lane == 0:
+            if words[at] == stream.FC1:
+                memory.red_release(bank + regions.FC1_DONE + Int64(words[at + 5]) * 4, Int32(1))
+        cute.arch.sync_warp()
+
+    def weight_hint(self):
+        """Weights that no other row block will read again should not push rows out of L2."""
+        return {"cache_policy": Int64(0x12F0000000000000)} if "hint" in self.c.exp else {}
 
     @cute.jit
     def load_weights(self, t13, g13, t2, g2, sBh, full, empty, ring, tfull, tempty, lane):
@@ -92,16 +116,16 @@ class Loaders:
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_N * ROW_BYTES)
-                    cute.copy(t13, g13[None, n, kb, 2 * e], s13[None, 2 * stage], tma_bar_ptr=full + stage)
-                    cute.copy(t13, g13[None, n, kb, 2 * e + 1], s13[None, 2 * stage + 1], tma_bar_ptr=full + stage)
+                    cute.copy(t13, g13[None, n, kb, 2 * e], s13[None, 2 * stage], tma_bar_ptr=full + stage, **self.weight_hint())
+                    cute.copy(t13, g13[None, n, kb, 2 * e + 1], s13[None, 2 * stage + 1], tma_bar_ptr=full + stage, **self.weight_hint())
                     stage, phase = self._advance(stage, phase, c.num_stages)
             if kind == stream.FC2:
                 for kb in cutlass.range(c.kb2, unroll=1):
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_N * ROW_BYTES)
-                    cute.copy(t2, g2[None, 2 * n, kb, e], s2[None, 2 * stage], tma_bar_ptr=full + stage)
-                    cute.copy(t2, g2[None, 2 * n + 1, kb, e], s2[None, 2 * stage + 1], tma_bar_ptr=full + stage)
+                    cute.copy(t2, g2[None, 2 * n, kb, e], s2[None, 2 * stage], tma_bar_ptr=full + stage, **self.weight_hint())
+                    cute.copy(t2, g2[None, 2 * n + 1, kb, e], s2[None, 2 * stage + 1], tma_bar_ptr=full + stage, **self.weight_hint())
                     stage, phase = self._advance(stage, phase, c.num_stages)
 
     @cute.jit
@@ -155,7 +179,7 @@ class Loaders:
                 else:
                     block = words[at + 5]
                     deadline.wait_ge(
-                        bank + regions.FC1_DONE + Int64(block) * 4, Int32(c.n1 * MATH_WARPS), control, regions.SITE_MID, block, wait_ms
+                        bank + regions.FC1_DONE + Int64(block) * 4, Int32(c.n1), control, regions.SITE_MID, block, wait_ms
                     )
                     src = mid
                     sc = mid_scale
@@ -213,19 +237,19 @@ class Loaders:
 
     @cute.jit
     def load_tiles(
-        self, tx, gx, tm, gm, sA, pool_scale, mid_scale, w13_scale, w2_scale, row_route, control, bank, ready, pool_rows, wait_ms, s_addr, full,
+        self, tx, gx, tm, gm, sAr, pool_scale, mid_scale, w13_scale, w2_scale, row_route, control, bank, ready, pool_rows, wait_ms, s_addr, full,
         empty, ring, tfull, tempty, lane,
     ):
         """Row tiles by TMA: FC1 from the pool once its rows have arrived, FC2 from mid once FC1 of the block is complete."""
         c = self.c
         words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
         one = cute.make_layout(1)
-        tile = (c.tile_m, c.block_k)
+        tile = (64, c.block_k)
         sx, gx = cute.nvgpu.cpasync.tma_partition(
-            tx, 0, one, cute.group_modes(sA, 0, 2), cute.group_modes(cute.local_tile(gx, tile, (None, None)), 0, 2)
+            tx, 0, one, cute.group_modes(sAr, 0, 2), cute.group_modes(cute.local_tile(gx, tile, (None, None)), 0, 2)
         )
         sm, gm = cute.nvgpu.cpasync.tma_partition(
-            tm, 0, one, cute.group_modes(sA, 0, 2), cute.group_modes(cute.local_tile(gm, tile, (None, None)), 0, 2)
+            tm, 0, one, cute.group_modes(sAr, 0, 2), cute.group_modes(cute.local_tile(gm, tile, (None, None)), 0, 2)
         )
         slot = Int32(0)
         tphase = Int32(0)
@@ -246,7 +270,7 @@ class Loaders:
                     deadline.wait_ge(ready + Int64(block) * 4, valid, control, regions.SITE_ROWS, block, wait_ms)
                 else:
                     deadline.wait_ge(
-                        bank + regions.FC1_DONE + Int64(block) * 4, Int32(c.n1 * MATH_WARPS), control, regions.SITE_MID, block, wait_ms
+                        bank + regions.FC1_DONE + Int64(block) * 4, Int32(c.n1), control, regions.SITE_MID, block, wait_ms
                     )
                 memory.proxy_fence()
                 if cutlass.const_expr(c.early) or kind == stream.FC2:
@@ -256,47 +280,50 @@ class Loaders:
                         words[at + WORDS + r] = route
                 cute.arch.sync_warp()
                 if kind == stream.FC1:
-                    scale = pool_scale + Int64(pool) * 4
                     panel = Int64(0)
                     if cutlass.const_expr(c.block_scales):
                         panel = w13_scale + Int64((e * 2 + cutlass.min(lane, 1)) * c.n1 + n) * (c.kb1 * 4)
-                    for kb in cutlass.range(c.kb1, unroll=1):
-                        cute.arch.mbarrier_wait(empty + stage, phase)
-                        self.load_scales(scale, panel, s_addr, full, stage, lane)
-                        cute.copy(tx, gx[None, block, kb], sx[None, stage], tma_bar_ptr=full + stage)
-                        scale = scale + Int64(pool_rows) * 4
-                        panel = panel + 4
-                        stage, phase = self._advance(stage, phase, c.num_stages)
+                    stage, phase = self.load_loop(
+                        tx, gx, sx, c.kb1, block, valid, pool_scale + Int64(pool) * 4, panel, pool_rows, s_addr, full, empty, stage, phase, lane
+                    )
                 else:
-                    scale = mid_scale + Int64(pool) * 4
                     panel = Int64(0)
                     if cutlass.const_expr(c.block_scales):
                         last = c.hidden // 128
                         panel = w2_scale + Int64(e * last + cutlass.min(2 * n + cutlass.min(lane, 1), last - 1)) * (c.kb2 * 4)
-                    for kb in cutlass.range(c.kb2, unroll=1):
-                        cute.arch.mbarrier_wait(empty + stage, phase)
-                        self.load_scales(scale, panel, s_addr, full, stage, lane)
-                        cute.copy(tm, gm[None, block, kb], sm[None, stage], tma_bar_ptr=full + stage)
-                        scale = scale + Int64(pool_rows) * 4
-                        panel = panel + 4
-                        stage, phase = self._advance(stage, phase, c.num_stages)
+                    stage, phase = self.load_loop(
+                        tm, gm, sm, c.kb2, block, valid, mid_scale + Int64(pool) * 4, panel, pool_rows, s_addr, full, empty, stage, phase, lane
+                    )
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(tempty + slot)
             slot, tphase = self._advance(slot, tphase, SLOTS)
 
     @cute.jit
-    def load_scales(self, scale, panel, s_addr, full, stage, lane):
-        """Arm the stage for the row tile; with block scales also the row scales of this K block (contiguous) and the two panel scales."""
+    def load_loop(self, tma, g, s, blocks: cutlass.Constexpr, block, valid, scale, panel, pool_rows, s_addr, full, empty, stage, phase, lane):
+        """The K blocks of one row tile, 64 rows a box; with block scales also the row scales (contiguous) and the two panel scales."""
         c = self.c
-        to = s_addr + stage * (c.scale_words * 4)
-        extra = c.tile_m * 4 if c.block_scales else 0
-        if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, c.tile_m * ROW_BYTES + extra)
+        boxes = c.tile_m // 64
+        used = Int32(1)
+        if cutlass.const_expr(boxes == 2):
+            used = used + Int32(valid > 64)
+        for kb in cutlass.range(blocks, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            to = s_addr + stage * (c.scale_words * 4)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, used * (64 * ROW_BYTES) + (c.tile_m * 4 if c.block_scales else 0))
+                if cutlass.const_expr(c.block_scales):
+                    memory.bulk_load(to, scale, Int32(c.tile_m * 4), full + stage)
             if cutlass.const_expr(c.block_scales):
-                memory.bulk_load(to, scale, Int32(c.tile_m * 4), full + stage)
-        if cutlass.const_expr(c.block_scales):
-            if lane < 2:
-                memory.copy_4(to + (c.tile_m + lane) * 4, panel)
-                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-        cute.arch.sync_warp()
+                if lane < 2:
+                    memory.copy_4(to + (c.tile_m + lane) * 4, panel)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+            cute.arch.sync_warp()
+            cute.copy(tma, g[None, block * boxes, kb], s[None, stage * boxes], tma_bar_ptr=full + stage)
+            if cutlass.const_expr(boxes == 2):
+                if used == 2:
+                    cute.copy(tma, g[None, block * boxes + 1, kb], s[None, stage * boxes + 1], tma_bar_ptr=full + stage)
+            scale = scale + Int64(pool_rows) * 4
+            panel = panel + 4
+            stage, phase = self._advance(stage, phase, c.num_stages)
+        return stage, phase

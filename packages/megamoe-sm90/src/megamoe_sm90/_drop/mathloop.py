@@ -28,25 +28,35 @@ class MathLoop:
         return mma
 
     def operands(self, sA, sB, scales, wg, warp, lane):
-        """Descriptors and registers of a warpgroup."""
+        """The ways a warpgroup can take part in a tile: {"full": ..., "split": ...}, with registers in common.
+
+        full: it has 64 of 128 rows and all 256 weight rows. split: at most 64 rows are in use; each warpgroup has all of them and half of
+        the weight rows, the same half of gate and up. A 64-row tile is always split.
+        """
         c = self.c
         fresh, more = self._mma(False), self._mma(True)
         thr = fresh.get_slice(0)
-        if c.tile_m == 128:
-            block, pieces, row = wg, [0, 1, 2, 3], wg * 64
-        else:
-            block, pieces, row = 0, [wg, 2 + wg], 0
         shape = thr.partition_shape_C((64, 64))
-        return SimpleNamespace(
-            fresh=fresh,
-            more=more,
-            a=fresh.make_fragment_A(thr.partition_A(cute.local_tile(sA, (64, c.block_k), (block, 0, None)))),
-            b=[fresh.make_fragment_B(thr.partition_B(cute.local_tile(sB, (64, c.block_k), (p, 0, None)))) for p in pieces],
-            accs=[cute.make_rmem_tensor(shape, Float32) for _ in range(c.pieces)],
-            temps=[cute.make_rmem_tensor(shape, Float32) for _ in range(TEMPS if c.block_scales else 0)],
-            scales=cute.make_tensor(scales, cute.make_layout((c.scale_words, c.num_stages))),
-            row=row + (warp % 4) * 16 + lane // 4,
-        )
+        accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(4 if c.tile_m == 128 else 2)]
+        temps = [cute.make_rmem_tensor(shape, Float32) for _ in range(TEMPS if c.block_scales else 0)]
+        parts = {}
+        for name in ("full", "split") if c.tile_m == 128 else ("split",):
+            split = name == "split"
+            block, blocks = (0, [wg, 2 + wg]) if split else (wg, [0, 1, 2, 3])
+            parts[name] = SimpleNamespace(
+                split=split,
+                pieces=len(blocks),
+                channel=(lambda p, wg=wg: wg * 64) if split else (lambda p: p * 64),  # first column of a piece in its 128-row panel
+                fresh=fresh,
+                more=more,
+                a=fresh.make_fragment_A(thr.partition_A(cute.local_tile(sA, (64, c.block_k), (block, 0, None)))),
+                b=[fresh.make_fragment_B(thr.partition_B(cute.local_tile(sB, (64, c.block_k), (p, 0, None)))) for p in blocks],
+                accs=accs,
+                temps=temps,
+                scales=cute.make_tensor(scales, cute.make_layout((c.scale_words, c.num_stages))),
+                row=(0 if split else wg * 64) + (warp % 4) * 16 + lane // 4,
+            )
+        return parts
 
     @cute.jit
     def release(self, empty, stage, lane):
@@ -68,20 +78,20 @@ class MathLoop:
     def _finish(self, i, mma, panel, row, stages, empty, lane):
         """Step i's wgmmas are complete: give the stage back if this was its last user, then promote."""
         c = self.c
-        u, p = i // c.pieces, i % c.pieces
-        if p == c.pieces - 1:
+        u, p = i // mma.pieces, i % mma.pieces
+        if p == mma.pieces - 1:
             self.release(empty, stages[u], lane)
         acc, temp = mma.accs[p], mma.temps[i % TEMPS]
-        scale = [s * panel[u][p // (c.pieces // 2)] for s in row[u]]
+        scale = [s * panel[u][p // (mma.pieces // 2)] for s in row[u]]
         for v in range(32):
             acc[v] = cute.math.fma(temp[v], scale[(v // 2) % 2], acc[v])
 
     def _promoted(self, mma, full, empty, stage, phase, lane):
         c = self.c
-        steps = c.k_unroll * c.pieces
+        steps = c.k_unroll * mma.pieces
         panel, row, stages = {}, {}, {}
         for i in range(steps):
-            u, p = i // c.pieces, i % c.pieces
+            u, p = i // mma.pieces, i % mma.pieces
             if p == 0:
                 stages[u] = stage
                 cute.arch.mbarrier_wait(full + stage, phase)
@@ -92,7 +102,7 @@ class MathLoop:
             warpgroup.fence()
             self._issue(mma, mma.temps[i % TEMPS], True, mma.b[p], stage)
             warpgroup.commit_group()
-            if p == c.pieces - 1:
+            if p == mma.pieces - 1:
                 stage, phase = self._advance(stage, phase, c.num_stages)
             if i >= TEMPS - 1:
                 warpgroup.wait_group(TEMPS - 1)
@@ -108,7 +118,7 @@ class MathLoop:
         for u in range(c.k_unroll):
             cute.arch.mbarrier_wait(full + stage, phase)
             warpgroup.fence()
-            for p in range(c.pieces):
+            for p in range(mma.pieces):
                 self._issue(mma, mma.accs[p], False, mma.b[p], stage)
             warpgroup.commit_group()
             if previous is not None:

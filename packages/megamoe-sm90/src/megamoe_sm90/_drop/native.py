@@ -64,8 +64,9 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         pm = cute.make_ptr(self.dtype, mid, cute.AddressSpace.gmem, assumed_align=16)
         mx = cute.make_tensor(px, cute.make_layout((pool_rows, h), stride=(h, 1)))
         mm = cute.make_tensor(pm, cute.make_layout((pool_rows, i), stride=(i, 1)))
-        tx, gx = cpasync.make_tiled_tma_atom(load, mx, cute.select(la, mode=[0, 1]), (c.tile_m, bk))
-        tm, gm = cpasync.make_tiled_tma_atom(load, mm, cute.select(la, mode=[0, 1]), (c.tile_m, bk))
+        lr = cute.tile_to_shape(atom, (64, bk, c.tile_m // 64 * stages), order=(0, 1, 2))
+        tx, gx = cpasync.make_tiled_tma_atom(load, mx, cute.select(lr, mode=[0, 1]), (64, bk))
+        tm, gm = cpasync.make_tiled_tma_atom(load, mm, cute.select(lr, mode=[0, 1]), (64, bk))
 
         @cute.struct
         class Storage:
@@ -76,7 +77,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             base: cute.struct.MemRange[Int32, c.experts + 1]
             ring: cute.struct.MemRange[Int32, SLOTS * self.slot_words]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, c.tile_m], 16]
-            amax: cute.struct.MemRange[Float32, 256 if c.tile_m == 64 else 1]
+            amax: cute.struct.MemRange[Float32, 256]
             cursor: cute.struct.MemRange[Int32, 1]
             moving: cute.struct.Align[cute.struct.MemRange[Int32, max(c.move_slots * c.row_bytes // 4, 4)], 16]
             full: cute.struct.Align[cute.struct.MemRange[Int64, stages], 8]
@@ -84,10 +85,11 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             tfull: cute.struct.MemRange[Int64, SLOTS]
             tempty: cute.struct.MemRange[Int64, SLOTS]
             moved: cute.struct.MemRange[Int64, 1]
+            clk: cute.struct.MemRange[Int64, 1]
 
         self.storage = Storage
         self.kernel(
-            t13, g13, t2, g2, tx, gx, tm, gm, la, lb, lh, w13_scale, w2_scale, x, x_scale, ids, topk_w, b13, b2, mid_static, control, xq, xs, row_route, pool,
+            t13, g13, t2, g2, tx, gx, tm, gm, la, lb, lh, lr, w13_scale, w2_scale, x, x_scale, ids, topk_w, b13, b2, mid_static, control, xq, xs, row_route, pool,
             pool_scale, mid, mid_scale, stage, out, tokens, live, bank_bytes, pool_rows, wait_ms,
         ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
 
@@ -95,7 +97,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
     def kernel(
         self, t13: cute.CopyAtom, g13: cute.Tensor, t2: cute.CopyAtom, g2: cute.Tensor, tx: cute.CopyAtom, gx: cute.Tensor, tm: cute.CopyAtom,
         gm: cute.Tensor, la: cute.ComposedLayout, lb: cute.ComposedLayout,
-        lh: cute.ComposedLayout, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64, topk_w: Int64, b13: Int64, b2: Int64,
+        lh: cute.ComposedLayout, lr: cute.ComposedLayout, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64, topk_w: Int64, b13: Int64, b2: Int64,
         mid_static: Int64, control: Int64, xq: Int64, xs: Int64, row_route: Int64, pool: Int64, pool_scale: Int64, mid: Int64, mid_scale: Int64, stage: Int64, out: Int64,
         tokens: Int32, live: Int64, bank_bytes: Int32, pool_rows: Int32, wait_ms: Int32,
     ):
@@ -114,10 +116,14 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         cursor = st.cursor.get_tensor(cute.make_layout(1))
         sA = st.a.get_tensor(la.outer, swizzle=la.inner)
         sB = st.b.get_tensor(lb.outer, swizzle=lb.inner)
+        sAr = st.a.get_tensor(lr.outer, swizzle=lr.inner)
         sBh = st.b.get_tensor(lh.outer, swizzle=lh.inner)
         moving, moved = st.moving.data_ptr(), st.moved.data_ptr()
         a_ptr, scale_ptr, rows, amax, cursor_ptr = st.a.data_ptr(), st.s.data_ptr(), st.rows.data_ptr(), st.amax.data_ptr(), st.cursor.data_ptr()
 
+        clk = st.clk.get_tensor(cute.make_layout(1))
+        if tidx == 0:
+            clk[0] = cute.arch.clock64()
         epoch = launch.epoch_of(control)
         bank = launch.bank_of(control, epoch, bank_bytes)
         list_ready = control + regions.BANKS + Int64(bank_bytes) * 2
@@ -170,7 +176,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                     ready = bank + regions.ready_offset(bank_bytes)
                     if warp == MATH_WARPS + 2:
                         self.load_tiles(
-                            tx, gx, tm, gm, sA, pool_scale, mid_scale, w13_scale, w2_scale, row_route, control, bank, ready, pool_rows, wait_ms,
+                            tx, gx, tm, gm, sAr, pool_scale, mid_scale, w13_scale, w2_scale, row_route, control, bank, ready, pool_rows, wait_ms,
                             memory.shared_address(scale_ptr), full, empty, ring, tfull, tempty, lane,
                         )
                     else:
@@ -200,7 +206,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             )
             self.math(
                 sA, sB, scale_ptr, amax, full, empty, ring, tfull, tempty, wg, warp, tidx, x_scale, w13_scale, w2_scale, b13, b2, topk_w,
-                mid_static, mid, mid_scale, stage, bank, pool_rows,
+                mid_static, mid, mid_scale, stage, pool_rows,
             )
             cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
             if tidx == 0:
@@ -208,25 +214,26 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             if warp == 0:
                 deadline.wait_ge(bank + regions.FINISHED, grid, control, regions.SITE_END, Int32(0), wait_ms)
             cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
-            combine.sum_rows(
+            if cutlass.const_expr('nosum' not in c.exp):
+              combine.sum_rows(
                 stage, ids, topk_w, out, tokens, c.experts, c.top_k, c.hidden, c.ids64, not c.early, bidx * MATH_WARPS + warp, grid * MATH_WARPS, lane
             )
             if tidx == 0:
+                if bidx == 0:
+                    memory.st_i64(control + regions.RECORD + 56, cute.arch.clock64() - clk[0])
                 launch.leave(control, grid)
 
     @cute.jit
     def math(
         self, sA, sB, scales, amax_ptr, full, empty, ring, tfull, tempty, wg, warp, tidx, x_scale, w13_scale, w2_scale, b13, b2, topk_w,
-        mid_static, mid, mid_scale, stage_out, bank, pool_rows,
+        mid_static, mid, mid_scale, stage_out, pool_rows,
     ):
         """The math warpgroups' walk over the tasks."""
         c = self.c
         lane = tidx % 32
         words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
         exchanged = cute.make_tensor(amax_ptr, cute.make_layout((64, 2, 2)))
-        mma = self.operands(sA, sB, scales, wg, warp, lane)
-        first = wg * 64 if cutlass.const_expr(c.tile_m == 128) else Int32(0)
-        row = first + (warp % 4) * 16 + lane // 4
+        parts = self.operands(sA, sB, scales, wg, warp, lane)
         slot = Int32(0)
         tphase = Int32(0)
         stage = Int32(0)
@@ -235,45 +242,70 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         kind = Int32(0)
         while kind != stream.END:
             cute.arch.mbarrier_wait(tfull + slot, tphase)
-            kind = cute.arch.make_warp_uniform(words[slot * self.slot_words])
-            valid = cute.arch.make_warp_uniform(words[slot * self.slot_words + 4])
+            at = slot * self.slot_words
+            kind = cute.arch.make_warp_uniform(words[at])
+            valid = cute.arch.make_warp_uniform(words[at + 4])
             if kind != stream.END:
-                blocks = Int32(c.kb2)
-                if kind == stream.FC1:
-                    blocks = Int32(c.kb1)
-                if valid > first:
-                    for p in cutlass.range_constexpr(c.pieces):
-                        mma.accs[p].fill(0.0)
-                    for kg in cutlass.range(blocks // c.k_unroll, unroll=1):
-                        stage, phase = self.iteration(mma, full, empty, stage, phase, lane)
-                    at = slot * self.slot_words
-                    routes = cute.make_tensor(ring + (at + WORDS), cute.make_layout(c.tile_m))
-                    e, n, pool = words[at + 1], words[at + 2], words[at + 3]
-                    if cutlass.const_expr('noepi' in c.exp):
-                        pass
-                    elif kind == stream.FC1:
-                        def exchange(own):
-                            return self.exchange_amax(own, exchanged, flip, row, wg, lane)
-
-                        self.fc1(mma.accs, e, n, pool, valid, routes, row, wg, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange)
-                        flip = flip ^ 1
+                if cutlass.const_expr(c.tile_m == 128):
+                    if valid > 64:
+                        stage, phase, flip = self.run_tile(
+                            parts["full"], kind, words, at, full, empty, stage, phase, flip, exchanged, wg, lane, x_scale, w13_scale, w2_scale,
+                            b13, b2, topk_w, mid_static, mid, mid_scale, stage_out, pool_rows,
+                        )
                     else:
-                        self.fc2(mma.accs, e, n, valid, routes, row, wg, lane, mid_static, w2_scale, b2, stage_out)
+                        stage, phase, flip = self.run_tile(
+                            parts["split"], kind, words, at, full, empty, stage, phase, flip, exchanged, wg, lane, x_scale, w13_scale, w2_scale,
+                            b13, b2, topk_w, mid_static, mid, mid_scale, stage_out, pool_rows,
+                        )
                 else:
-                    # No row of this warpgroup is in use: only give the stages back.
-                    for kb in cutlass.range(blocks, unroll=1):
-                        cute.arch.mbarrier_wait(full + stage, phase)
-                        self.release(empty, stage, lane)
-                        stage, phase = self._advance(stage, phase, c.num_stages)
+                    stage, phase, flip = self.run_tile(
+                        parts["split"], kind, words, at, full, empty, stage, phase, flip, exchanged, wg, lane, x_scale, w13_scale, w2_scale,
+                        b13, b2, topk_w, mid_static, mid, mid_scale, stage_out, pool_rows,
+                    )
                 cute.arch.sync_warp()
                 if lane == 0:
-                    if kind == stream.FC1:
-                        memory.red_release(bank + regions.FC1_DONE + Int64(words[slot * self.slot_words + 5]) * 4, Int32(1))
                     cute.arch.mbarrier_arrive(tempty + slot)
             slot, tphase = self._advance(slot, tphase, SLOTS)
 
-    def exchange_amax(self, own, exchanged, flip, row, wg, lane):
-        """With a 64-row tile each warpgroup has half of a row's 128 channels: the maximum over both."""
+    @cute.jit
+    def run_tile(
+        self, part: cutlass.Constexpr, kind, words, at, full, empty, stage, phase, flip, exchanged, wg, lane, x_scale, w13_scale, w2_scale, b13, b2,
+        topk_w, mid_static, mid, mid_scale, stage_out, pool_rows,
+    ):
+        """K loop and epilogue of one tile."""
+        c = self.c
+        for p in cutlass.range_constexpr(part.pieces):
+            part.accs[p].fill(0.0)
+        rounds = Int32(c.kb2 // c.k_unroll)
+        if kind == stream.FC1:
+            rounds = Int32(c.kb1 // c.k_unroll)
+        for kg in cutlass.range(rounds, unroll=1):
+            stage, phase = self.iteration(part, full, empty, stage, phase, lane)
+        routes = cute.make_tensor(words.iterator + (at + WORDS), cute.make_layout(c.tile_m))
+        e, n, pool, valid = words[at + 1], words[at + 2], words[at + 3], words[at + 4]
+        if cutlass.const_expr('noepi' in c.exp):
+            self.light(part, stage_out, lane)
+        elif kind == stream.FC1:
+            def exchange(own):
+                return self.exchange_amax(own, exchanged, flip, part.row, wg)
+
+            self.fc1(part, part.accs, e, n, pool, valid, routes, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange)
+            flip = flip ^ 1
+        else:
+            self.fc2(part, part.accs, e, n, valid, routes, lane, mid_static, w2_scale, b2, stage_out)
+        return stage, phase, flip
+
+    @cute.jit
+    def light(self, part: cutlass.Constexpr, stage_out, lane):
+        t = Float32(0.0)
+        for p in cutlass.range_constexpr(part.pieces):
+            for v in cutlass.range_constexpr(32):
+                t = t + part.accs[p][v]
+        if t == 12345.678:
+            memory.st_f32(stage_out, t)
+
+    def exchange_amax(self, own, exchanged, flip, row, wg):
+        """In a split tile each warpgroup has half of a row's 128 channels: the maximum over both."""
         for r in range(2):
             exchanged[row + 8 * r, wg, flip] = own[r]  # the four lanes of a quad write the same value
         cute.arch.barrier(barrier_id=BAR_AMAX, number_of_threads=MATH_THREADS)

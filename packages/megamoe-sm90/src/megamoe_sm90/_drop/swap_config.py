@@ -5,6 +5,7 @@ from dataclasses import dataclass
 FORMATS = ("fp8_block128", "fp8_tensor", "fp8_tensor_e5m2", "bf16")
 TOKEN_TILES = (8, 16, 32, 64, 128)
 SMEM_LIMIT = 232448
+THREADS = 384
 STAGE_BYTES = 128 * 128
 """One ring stage: 128 weight rows of 128 bytes of K."""
 
@@ -34,6 +35,8 @@ class SwapConfig:
         token_tile: tokens of one block, one of TOKEN_TILES. An expert with more tokens reads its weights once for each block of them.
         stages: weight ring depth, at least 4 (None: what shared memory allows).
         token_stages: token ring depth, at least 2 (None: derived).
+        window: ring stages requested and not yet landed, 2 to 16 (as good as none from `stages` on). More than the memory needs to run at its
+            full rate (about 64 KB a CTA) only queues in it, and every other access of the launch waits behind that queue.
         act_bf16: x is bf16 and is quantized in the launch; otherwise x comes in the format's type, with x_scale.
         limit, alpha, up_bias: the activation. bias13, bias2: expert biases present. early: routing weight applied before re-quantization.
         ids64: topk_ids are int64.
@@ -48,6 +51,7 @@ class SwapConfig:
     token_tile: int = 8
     stages: int | None = None
     token_stages: int | None = None
+    window: int = 5
     act_bf16: bool = True
     limit: float | None = None
     alpha: float = 1.0
@@ -71,13 +75,13 @@ class SwapConfig:
             faults.append(f"experts={self.experts}; allowed: 1 to 512")
         if not 1 <= self.top_k <= 32:
             faults.append(f"top_k={self.top_k}; allowed: 1 to 32")
-        if not 1 <= self.max_tokens * self.top_k <= 4096:
-            faults.append(f"max_tokens={self.max_tokens}; allowed: 1 to {4096 // max(1, self.top_k)} with top_k={self.top_k}")
+        elif not 1 <= self.max_tokens * self.top_k <= 4096:
+            faults.append(f"max_tokens={self.max_tokens}; allowed: 1 to {4096 // self.top_k} with top_k={self.top_k}")
         if self.bias2 and self.early:
             faults.append("bias2 with early; an output bias needs the late routing weight")
         if not faults:
             if self.token_stages is None:
-                object.__setattr__(self, "token_stages", {8: 8, 16: 8, 32: 6, 64: 4, 128: 3}[self.token_tile])
+                object.__setattr__(self, "token_stages", {8: 8, 16: 8, 32: 8, 64: 6, 128: 4}[self.token_tile])
             if self.token_stages < 2:
                 faults.append(f"token_stages={self.token_stages}; allowed: 2 and more")
             room = (SMEM_LIMIT - self.fixed_bytes) // (STAGE_BYTES + 20)
@@ -85,6 +89,11 @@ class SwapConfig:
                 object.__setattr__(self, "stages", min(room, 16))
             if not 4 <= self.stages <= room:
                 faults.append(f"stages={self.stages}; allowed: 4 to {room} beside {self.fixed_bytes} other bytes of shared memory")
+            elif 2 * self.bitmap_words * 4 > self.stages * STAGE_BYTES:
+                most = self.stages * STAGE_BYTES // (8 * self.experts) * 32 // self.top_k
+                faults.append(f"max_tokens={self.max_tokens}; allowed: up to {most} with {self.experts} experts and {self.stages} stages")
+        if not 2 <= self.window <= 16:
+            faults.append(f"window={self.window}; allowed: 2 to 16")
         if faults:
             raise ValueError("; ".join(faults))
 
@@ -128,6 +137,11 @@ class SwapConfig:
         return self.max_tokens * self.top_k
 
     @property
+    def bitmap_words(self) -> int:
+        """Words of the routing bitmap [routes / 32][experts]; it and as many words of ranks lie in the weight ring."""
+        return -(-self.routes // 32) * self.experts
+
+    @property
     def rows(self) -> int:
         """Pool rows: every expert starts at a multiple of 8."""
         return _up(self.routes + 7 * min(self.experts, self.routes), 8)
@@ -165,7 +179,7 @@ class SwapConfig:
     def fixed_bytes(self) -> int:
         """Shared memory beside the weight ring."""
         token = self.token_stages * (self.token_tile * 128 + (self.scale_pitch * 4 if self.scaled else 0) + 16)
-        routing = 4 * (self.routes + 2 * self.experts + 2 * self.blocks + (self.rows if self.early else 0) + 8)
+        routing = 4 * (self.routes + self.experts + 12 + 2 * self.blocks + (self.rows if self.early else 0) + 8)
         return 1024 + token + self.epilogue_bytes + self.token_tile * 32 + routing + 512
 
     # ------------------------------------------------------------ global memory

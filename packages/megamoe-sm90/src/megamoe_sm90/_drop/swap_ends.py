@@ -7,44 +7,80 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from megamoe.device import deadline, memory
 from megamoe_sm90._drop import swap_config as layout
 
+EARLY = 2  # pieces a warp loads before the routing is known
+
 
 class SwapEnds:
     """Mixin of SwapKernel, run by the math warps."""
 
+    def piece_words(self):
+        """32-bit words of x that a lane loads of half a piece (8 elements)."""
+        return 4 if self.cfg.act_bf16 or self.cfg.elem == 2 else 2
+
+    def load_piece(self, piece):
+        """This lane's 8 elements of either half of a piece of 512 elements; lanes past the row repeat its end."""
+        cx, cfg = self.cx, self.cfg
+        pieces_a_token = -(-cfg.hidden // 512)
+        token = piece // pieces_a_token
+        words = []
+        for half in range(2):
+            at = cutlass.min((piece - token * pieces_a_token) * 512 + half * 256 + cx.lane * 8, cfg.hidden - 8)
+            address = cx.x + (Int64(token) * cfg.hidden + at) * (self.piece_words() // 2)
+            words += list(memory.ld_v4(address)) if self.piece_words() == 4 else list(self.ld_v2(address))
+        return words
+
+    def ld_v2(self, address):
+        return cute.arch.inline_ptx("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[address])
+
+    @cute.jit
+    def load_first_pieces(self):
+        """Activations before anything else: a load issued behind a full ring of weight requests waits for all of them."""
+        cx, early, words = self.cx, self.cx.early, 2 * self.piece_words()
+        for j in cutlass.range_constexpr(EARLY):
+            piece = (cx.warp + 8 * j) * cx.grid + cx.cta
+            if piece < cx.pieces:
+                loaded = self.load_piece(piece)
+                for i in cutlass.range_constexpr(words):
+                    early[j][i] = loaded[i]
+
     @cute.jit
     def place_activations(self):
         """Pieces of 512 elements of a token, one a warp and step: quantize and copy into the pool row of each of the token's routes."""
-        cx, cfg = self.cx, self.cfg
-        pieces_a_token = -(-cfg.hidden // 512)
+        cx = self.cx
         done = Int32(0)
-        piece = cx.warp * cx.grid + cx.cta
+        for j in cutlass.range_constexpr(EARLY):
+            piece = (cx.warp + 8 * j) * cx.grid + cx.cta
+            if piece < cx.pieces:
+                self.place_piece(piece, [cx.early[j][i] for i in range(2 * self.piece_words())])
+                done = done + 1
+        piece = (cx.warp + 8 * EARLY) * cx.grid + cx.cta
         while piece < cx.pieces:
-            token = piece // pieces_a_token
-            first = (piece - token * pieces_a_token) * 512
-            for half in cutlass.range_constexpr(2):
-                at = first + half * 256 + cx.lane * 8
-                inside = at < cfg.hidden
-                # Lanes past the row repeat its end: they take part in the shuffles and store nothing.
-                at = cutlass.min(at, cfg.hidden - 8)
-                if cutlass.const_expr(cfg.act_bf16):
-                    words = memory.ld_v4(cx.x + (Int64(token) * cfg.hidden + at) * 2)
-                    if cutlass.const_expr(cfg.elem == 2):
-                        self.copy_to_routes(token, cx.xq + at * 2, words, inside)
-                    else:
-                        self.quantize(token, at, words, inside)
-                elif cutlass.const_expr(cfg.elem == 2):
-                    self.copy_to_routes(token, cx.xq + at * 2, memory.ld_v4(cx.x + (Int64(token) * cfg.hidden + at) * 2), inside)
-                else:
-                    self.copy_to_routes(token, cx.xq + at, [memory.ld_i64(cx.x + Int64(token) * cfg.hidden + at)], inside)
-                    if cutlass.const_expr(cfg.scaled):
-                        k = at // 128
-                        scale = memory.ld_f32(cx.x_scale + (Int64(token) * cfg.k1 + k) * 4)
-                        self.scale_to_routes(token, k, scale, inside and cx.lane % 16 == 0)
+            self.place_piece(piece, self.load_piece(piece))
             done = done + 1
             piece = piece + 8 * cx.grid
         cute.arch.sync_warp()
         if cx.lane == 0 and done > 0:
             memory.red_release(cx.bank, done)
+
+    @cute.jit
+    def place_piece(self, piece: Int32, words):
+        cx, cfg = self.cx, self.cfg
+        pieces_a_token = -(-cfg.hidden // 512)
+        token = piece // pieces_a_token
+        for half in cutlass.range_constexpr(2):
+            mine = words[half * self.piece_words() : (half + 1) * self.piece_words()]
+            at = (piece - token * pieces_a_token) * 512 + half * 256 + cx.lane * 8
+            inside = at < cfg.hidden
+            # Lanes past the row take part in the shuffles and store nothing.
+            at = cutlass.min(at, cfg.hidden - 8)
+            if cutlass.const_expr(cfg.act_bf16 and cfg.elem == 1):
+                self.quantize(token, at, mine, inside)
+            else:
+                self.copy_to_routes(token, cx.xq + at * cfg.elem, mine, inside)
+                if cutlass.const_expr(cfg.scaled):
+                    k = at // 128
+                    scale = memory.ld_f32(cx.x_scale + (Int64(token) * cfg.k1 + k) * 4)
+                    self.scale_to_routes(token, k, scale, inside and cx.lane % 16 == 0)
 
     @cute.jit
     def quantize(self, token: Int32, at: Int32, words, inside):
@@ -68,7 +104,8 @@ class SwapEnds:
             value[i] = value[i] / scale
         out = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
         out.store(value.load().to(self.dtype))
-        self.copy_to_routes(token, cx.xq + at, [cute.recast_tensor(out, Int64)[0]], inside)
+        packed = cute.recast_tensor(out, Int32)
+        self.copy_to_routes(token, cx.xq + at, [packed[0], packed[1]], inside)
 
     @cute.jit
     def copy_to_routes(self, token: Int32, base: Int64, words, inside):
@@ -77,8 +114,8 @@ class SwapEnds:
             row = cx.route[token * cfg.top_k + slot]
             if inside and row >= 0:
                 at = base + Int64(row) * (cfg.hidden * cfg.elem)
-                if cutlass.const_expr(len(words) == 1):
-                    memory.st_i64(at, words[0])
+                if cutlass.const_expr(cfg.elem == 1):
+                    memory.st_v2(at, words[0], words[1])
                 else:
                     memory.st_v4(at, words[0], words[1], words[2], words[3])
 

@@ -26,9 +26,11 @@ class SwapFeed:
         cx, cfg = self.cx, self.cfg
         stage = Int32(0)
         phase = Int32(1)  # a fresh barrier counts as passed for parity 1
+        # Stages requested so far, and the oldest that may not have landed yet.
+        issued, landed, landed_phase = Int32(0), Int32(0), Int32(0)
         for fc in cutlass.range_constexpr(2):
             kt = cfg.k1 if fc == 0 else cfg.k2
-            tma, source = (cx.tma_w13, cx.g_w13) if fc == 0 else (cx.tma_w2, cx.g_w2)
+            tma = cx.tma_w13 if fc == 0 else cx.tma_w2
             units = cx.units1 if fc == 0 else cx.units2
             unit = self.span(units, cx.cta)
             last = self.span(units, cx.cta + 1)
@@ -36,29 +38,17 @@ class SwapFeed:
                 tile = unit // kt
                 k0 = unit - tile * kt
                 n = cutlass.min(kt - k0, last - unit)
-                expert, part = self.weight_tile(fc, tile)
-                # Two boxes of 128 rows: gate and up of the same channels, or 256 neighbouring output columns.
-                rows = 2 * cfg.intermediate if fc == 0 else cfg.hidden
-                first = expert * rows + part * (128 if fc == 0 else 256)
-                to, parts, words = None, [], []
-                for half in cutlass.range_constexpr(2):
-                    offset = half * (cfg.intermediate if fc == 0 else 128)
-                    box = cute.local_tile(cute.domain_offset((first + offset, 0), source), (128, cfg.bk), (0, None))
-                    to, of = cpasync.tma_partition(
-                        tma, 0, cute.make_layout(1), cute.group_modes(cx.s_w, 0, 2), cute.group_modes(box, 0, 2)
-                    )
-                    parts.append(of)
-                    if cutlass.const_expr(cfg.scaled):
-                        if cutlass.const_expr(fc == 0):
-                            line = Int64(expert) * (rows // 128) + part + half * cfg.tiles1
-                            words.append(cx.w13_scale + line * (kt * 4))
-                        else:
-                            # A width of an odd number of 128 columns: the last half tile is loaded for nothing.
-                            line = Int64(expert) * (rows // 128) + cutlass.min(2 * part + half, rows // 128 - 1)
-                            words.append(cx.w2_scale + line * (kt * 4))
+                parts, words, to = self.weight_boxes(fc, tile)
                 for i in cutlass.range(n, unroll=1):
                     k = k0 + i
                     for half in cutlass.range_constexpr(2):
+                        if issued >= self.window():
+                            cute.arch.mbarrier_wait(cx.w_full + landed, landed_phase)
+                            landed = landed + 1
+                            if landed == cfg.stages:
+                                landed = Int32(0)
+                                landed_phase = landed_phase ^ 1
+                        issued = issued + 1
                         cute.arch.mbarrier_wait(cx.w_empty + stage, phase)
                         bar = cx.w_full + stage
                         with cute.arch.elect_one():
@@ -72,6 +62,28 @@ class SwapFeed:
                             stage = Int32(0)
                             phase = phase ^ 1
                 unit = unit + n
+
+    def window(self):
+        return self.cfg.window
+
+    def weight_boxes(self, fc, tile):
+        """A tile's two boxes of 128 rows (gate and up of the same channels, or 256 neighbouring output columns), each by K block, and
+        the addresses of their lines of scales."""
+        cx, cfg = self.cx, self.cfg
+        kt = cfg.k1 if fc == 0 else cfg.k2
+        tma, source = (cx.tma_w13, cx.g_w13) if fc == 0 else (cx.tma_w2, cx.g_w2)
+        expert, part = self.weight_tile(fc, tile)
+        rows = 2 * cfg.intermediate if fc == 0 else cfg.hidden
+        parts, words = [], []
+        for half in range(2):
+            first = expert * rows + (part * 128 + half * cfg.intermediate if fc == 0 else part * 256 + half * 128)
+            box = cute.local_tile(cute.domain_offset((first, 0), source), (128, cfg.bk), (0, None))
+            to, of = cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(cx.s_w, 0, 2), cute.group_modes(box, 0, 2))
+            parts.append(of)
+            if cfg.scaled:
+                line = part + half * cfg.tiles1 if fc == 0 else cutlass.min(2 * part + half, rows // 128 - 1)  # an odd last half repeats
+                words.append((cx.w13_scale if fc == 0 else cx.w2_scale) + (Int64(expert) * (rows // 128) + line) * (kt * 4))
+        return parts, words, to
 
     @cute.jit
     def weight_tile(self, fc: cutlass.Constexpr, tile: Int32):

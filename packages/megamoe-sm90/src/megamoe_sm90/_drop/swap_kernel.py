@@ -16,14 +16,13 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from megamoe.device import memory
 from megamoe_sm90._drop import swap_config as layout
-from megamoe_sm90._drop.swap_config import SwapConfig
-from megamoe_sm90._drop.swap_ends import SwapEnds
+from megamoe_sm90._drop.swap_config import THREADS, SwapConfig
+from megamoe_sm90._drop.swap_ends import EARLY, SwapEnds
 from megamoe_sm90._drop.swap_epilogue import DTYPES, SwapEpilogue
 from megamoe_sm90._drop.swap_feed import SwapFeed
 from megamoe_sm90._drop.swap_math import SwapMath
 from megamoe_sm90._drop.swap_routing import SwapRouting
 
-THREADS = 384
 MATH_WARPS = 8
 WEIGHT_WARP, TOKEN_WARP, EPOCH_WARP = 8, 9, 10
 
@@ -92,7 +91,7 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             t_empty: cute.struct.MemRange[Int64, cfg.token_stages]
             ws: cute.struct.MemRange[Float32, cfg.stages]
             route: cute.struct.MemRange[Int32, cfg.routes]
-            count: cute.struct.MemRange[Int32, cfg.experts]
+            sums: cute.struct.MemRange[Int32, THREADS // 32]
             base: cute.struct.MemRange[Int32, cfg.experts]
             block_info: cute.struct.MemRange[Int32, cfg.blocks]
             block_row: cute.struct.MemRange[Int32, cfg.blocks]
@@ -120,6 +119,7 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         lane = tidx % 32
         st = utils.SmemAllocator().allocate(self.storage)
         s_misc = st.misc.get_tensor(cute.make_layout(4))
+        ring = cute.recast_ptr(cute.recast_ptr(st.w.data_ptr(), dtype=Uint8), dtype=Int32)
         cx = self.cx
         cx.set(
             tidx=tidx, cta=bidx, grid=gdim, warp=warp, wg=wg, lane=lane, deadline=deadline, control=control, ids=ids, topk_w=topk_w, b13=b13, b2=b2,
@@ -130,22 +130,18 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             s_ts=st.ts.get_tensor(ls) if cfg.scaled else None, s_ws=st.ws.get_tensor(cute.make_layout(cfg.stages)), out_bytes=st.out.data_ptr(),
             amax=st.amax.get_tensor(cute.make_layout((cfg.token_tile, 8), stride=(8, 1))),
             w_full=st.w_full.data_ptr(), w_empty=st.w_empty.data_ptr(), t_full=st.t_full.data_ptr(), t_empty=st.t_empty.data_ptr(),
-            route=st.route.get_tensor(cute.make_layout(cfg.routes)), count=st.count.get_tensor(cute.make_layout(cfg.experts)),
+            route=st.route.get_tensor(cute.make_layout(cfg.routes)), sums=st.sums.get_tensor(cute.make_layout(THREADS // 32)),
             base=st.base.get_tensor(cute.make_layout(cfg.experts)), block_info=st.block_info.get_tensor(cute.make_layout(cfg.blocks)),
             block_row=st.block_row.get_tensor(cute.make_layout(cfg.blocks)),
-            row_weight=st.row_weight.get_tensor(cute.make_layout(cfg.rows)) if cfg.early else None, misc=s_misc, mma={})
+            row_weight=st.row_weight.get_tensor(cute.make_layout(cfg.rows)) if cfg.early else None, misc=s_misc, mma={},
+            bits=cute.make_tensor(ring, cute.make_layout(cfg.bitmap_words)),
+            ranks=cute.make_tensor(ring + cfg.bitmap_words, cute.make_layout(cfg.bitmap_words)))
 
         if live != 0:
             tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
         routes = tokens * cfg.top_k
-        if warp == EPOCH_WARP:
-            if lane == 0:
-                epoch = memory.ld_relaxed(control + layout.EPOCH)
-                s_misc[1] = epoch
-                # All CTAs have read the epoch when the last one arrives, which then advances it for the next launch.
-                if memory.add_acq_rel(control + layout.STARTED, Int32(1)) == gdim - 1:
-                    memory.st_i32(control + layout.STARTED, Int32(0))
-                    memory.st_i32(control + layout.EPOCH, epoch + 1)
+        if tidx == 32 * EPOCH_WARP:
+            s_misc[1] = memory.ld_relaxed(control + layout.EPOCH)
         if warp == WEIGHT_WARP:
             for atom in (t13, t2, tx, tm) + ((txs, tms) if cfg.scaled else ()):
                 cpasync.prefetch_descriptor(atom)
@@ -158,16 +154,16 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
                     cute.arch.mbarrier_init(cx.t_full + s, 1)
                     cute.arch.mbarrier_init(cx.t_empty + s, MATH_WARPS)
             cute.arch.mbarrier_init_fence()
-        self.load_ids(tidx, routes)
-        cute.arch.sync_threads()
-        if warp == WEIGHT_WARP:
-            self.count_and_place(lane, routes)
-        cute.arch.sync_threads()
+        cx.set(tokens=tokens, pieces=tokens * (-(-cfg.hidden // 512)))
+        cx.set(early=[cute.make_rmem_tensor(cute.make_layout(2 * self.piece_words()), Int32) for _ in range(EARLY)])
+        if warp < MATH_WARPS:
+            self.load_first_pieces()
+        self.build_routing(routes)
 
         blocks = s_misc[0]
         epoch = s_misc[1]
-        cx.set(tokens=tokens, blocks=blocks, units1=blocks * (cfg.tiles1 * cfg.k1), units2=blocks * (cfg.tiles2 * cfg.k2),
-               pieces=tokens * (-(-cfg.hidden // 512)), tag=epoch + 1, bank=control + layout.BANKS + Int64(epoch & 1) * cfg.bank_bytes)
+        cx.set(blocks=blocks, units1=blocks * (cfg.tiles1 * cfg.k1), units2=blocks * (cfg.tiles2 * cfg.k2), tag=epoch + 1,
+               bank=control + layout.BANKS + Int64(epoch & 1) * cfg.bank_bytes)
         self.bind_mma()
         # setmaxnreg takes effect only where each role is one branch of a single if / else.
         if wg == 2:
@@ -177,15 +173,25 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             if warp == TOKEN_WARP:
                 self.feed_tokens(lane)
             if warp == EPOCH_WARP:
+                self.advance_epoch(epoch)
                 self.clear_next_bank(epoch, lane)
         else:
             cute.arch.setmaxregister_increase(240)
-            self.resolve_rows(tidx, routes)
+            self.resolve_rows(routes)
             self.math_barrier()
             self.place_activations()
             w_stage, w_phase, t_stage, t_phase = self.run_phase(0, Int32(0), Int32(0), Int32(0), Int32(0))
             self.run_phase(1, w_stage, w_phase, t_stage, t_phase)
             self.sum_rows()
+
+    @cute.jit
+    def advance_epoch(self, epoch: Int32):
+        """All CTAs have read the epoch when the last one arrives here, which then advances it for the next launch."""
+        cx = self.cx
+        if cx.lane == 0:
+            if memory.add_acq_rel(cx.control + layout.STARTED, Int32(1)) == cx.grid - 1:
+                memory.st_i32(cx.control + layout.STARTED, Int32(0))
+                memory.st_i32(cx.control + layout.EPOCH, epoch + 1)
 
     @cute.jit
     def clear_next_bank(self, epoch: Int32, lane: Int32):
