@@ -105,7 +105,8 @@ class _Auditor:
                         inner = alias.name[len(manifest.namespace) + 1 :]
                         if inner and not self._index.is_module(inner):
                             yield Fault(str(path), node.lineno, f"imports {inner}, which the drop does not have", inner, "no such module")
-                        modules[alias.asname or ""] = inner
+                        if alias.asname:
+                            modules[alias.asname] = inner
             for use in ast.walk(module.tree):
                 if isinstance(use, ast.Attribute) and isinstance(use.value, ast.Name) and use.value.id in modules:
                     yield from self._use(contract, modules[use.value.id], use.attr, str(path), use.lineno)
