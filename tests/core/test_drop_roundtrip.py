@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megamoe import DropInfo
 from megamoe.drop import manifest as manifests
 from megamoe.drop.export import export
 from megamoe.drop.module import parse
@@ -40,6 +41,13 @@ def test_manifest_records_where_it_comes_from_and_every_original_hash(tmp_path):
         "origin": "upstream", "upstream": "acme", "commit": "1275b8b", "date": "2026-07-31",
         "namespace": "acme_kernels._drop", "packages": list(PACKAGES),
     }  # fmt: skip
+
+
+def test_description_follows_the_manifest(tmp_path):
+    source, wheel = write_tree(tmp_path / "upstream", PLAIN), make_wheel(tmp_path)
+    for commit in ("1275b8b", "beef"):
+        update(wheel, source, PACKAGES, commit=commit, date="2026-07-31", upstream="acme")
+        assert manifests.drop_info(str(wheel / "__init__.py")) == DropInfo(origin="acme", commit=commit, date="2026-07-31")
 
 
 def test_only_the_module_name_at_an_import_is_edited(tmp_path):

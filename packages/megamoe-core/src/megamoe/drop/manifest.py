@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megamoe.drop.faults import DropRefused, Fault
+from megamoe.protocol import DropInfo
 
 NAME = "drop.toml"
 TREE = "_drop"
@@ -115,6 +116,16 @@ def require(package: Path) -> Manifest:
         fault = Fault(str(package / NAME), 1, "no such file")
         raise DropRefused(f"{package} carries no kernel drop.", [fault], hint="take one in with `megamoe drop update`")
     return manifest
+
+
+def drop_info(init: str) -> DropInfo:
+    """What ``drop.toml`` says, for ``BackendSpec.drop``: ``drop=drop_info(__file__)`` in the package's ``__init__.py`` is never out of date.
+
+    Raises:
+        DropRefused: no ``drop.toml`` beside that file, or an invalid one.
+    """
+    manifest = require(Path(init).parent)
+    return DropInfo(FIRST_PARTY if manifest.first_party else manifest.upstream, manifest.commit, manifest.date)
 
 
 def read_table(path: Path, problems: Callable[[dict[str, Any]], Iterable[str]], *, hint: str) -> dict[str, Any]:
