@@ -119,7 +119,7 @@ def require(package: Path) -> Manifest:
 
 
 def drop_info(init: str) -> DropInfo:
-    """What ``drop.toml`` says, for ``BackendSpec.drop``: ``drop=drop_info(__file__)`` in the package's ``__init__.py`` is never out of date.
+    """What ``drop.toml`` says, for ``BackendSpec.drop``: ``drop=drop_info(__file__)`` in ``__init__.py`` is never out of date.
 
     Raises:
         DropRefused: no ``drop.toml`` beside that file, or an invalid one.
