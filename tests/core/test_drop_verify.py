@@ -4,6 +4,7 @@ import base64
 import difflib
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -315,7 +316,7 @@ def test_installed_wheel_away_from_the_source(patched, tmp_path, monkeypatch):
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site), str(archive)]
     subprocess.run(command, check=True, capture_output=True)
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     for wheel in ("acme-wheel", "acme", "acme-kernels", "acme_kernels", str(site / "acme_kernels")):
         assert megamoe(tmp_path / "elsewhere", "drop", "verify", wheel) == (0, [("acme_kernels", True)])
     code, wheels = megamoe(tmp_path / "elsewhere", "drop", "verify")
