@@ -163,6 +163,28 @@ def test_planted_change(tmp_path, file, old, new, line, text, expected, found):
     assert (expected, found) in [(p.expected, p.found) for p in first]
 
 
+OPEN = CONTRACT.replace(
+    b'signature = "(self, tile, cluster, *, stages=3, clamp=...)"', b'signature = "(self, tile, cluster, *, clamp=...)"\nopen = true'
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (b"stages=3,", b"stages=4, depth=1,", ""),
+        (b"cluster, *", b"cluster, depth, *", "new required parameter 'depth'"),
+        (b"tile, cluster,", b"cluster, tile,", "parameters were reordered"),
+        (b", clamp=None", b"", "'clamp' was removed"),
+        (b"clamp=None", b"limit=None", "'clamp' was removed"),
+    ],
+)
+def test_signature_that_may_grow(tmp_path, old, new, text):
+    tree = {**TREE, K: TREE[K].replace(old, new)}
+    texts = [problem.text for problem in audit(make(tmp_path, tree, {**SHIM, "shim/contract.toml": OPEN})).problems]
+    assert len(texts) == bool(text)
+    assert all(text in found for found in texts)
+
+
 def test_module_that_is_gone(tmp_path):
     tree = {name: data for name, data in TREE.items() if name != K}
     problems = audit(make(tmp_path, tree)).problems
@@ -242,6 +264,7 @@ def test_wheel_without_kernels_yet(tmp_path):
         (b'schema = 1\n[[symbols]]\nmodule = "a"\nnames = "b"\n', 1, "list of strings"),
         (b'schema = 1\n[[signatures]]\nmodule = "a"\nname = "b"\nsignature = "(a, a"\n', 1, "a parameter list"),
         (b'schema = 1\n[[signatures]]\nmodule = "a"\nname = "b"\nsignature = "(a): return 1\\ndef g()"\n', 1, "a parameter list"),
+        (b'schema = 1\n[[signatures]]\nmodule = "a"\nname = "b"\nsignature = "(a)"\nopen = 1\n', 1, "allowed: true, false"),
         (b'schema = 1\n[[constants]]\nmodule = "a"\nname = 3\nvalue = 1\n', 1, "allowed: a string"),
         (b'schema = 1\n[[constants]]\nmodule = "a"\nname = "b"\nvalue = 1\ncolour = 1\n', 1, "unknown keys colour"),
         (b'schema = 1\n[[constants]]\nmodule = "a"\nname = "b"\nvalue = 1\nmirror = "plan"\n', 1, "shim/file.py:NAME"),

@@ -132,7 +132,11 @@ class _Auditor:
             yield self._fault(symbol, f"{stated.name} has no signature of its own", render(list(stated.parameters)), symbol.kind)
             return
         home, arguments = found
-        for text, before, after, line in differences(list(stated.parameters), parameters(arguments)):
+        now = parameters(arguments)
+        if stated.open:
+            known = {parameter.name for parameter in stated.parameters}
+            now = [parameter for parameter in now if parameter.name in known or parameter.required]
+        for text, before, after, line in differences(list(stated.parameters), now):
             yield self._fault(home, f"{stated.name}: {text}", before, after, line)
 
     def _constant(self, stated: Constant) -> Iterator[Fault]:

@@ -12,6 +12,7 @@
     module = "moe_x.kernel"
     name = "Kernel.__call__"
     signature = "(self, a, b, *, stream=...)"       # a default of ... stands for any default
+    open = true                                     # optional: parameters with a default may be added
 
     [[constants]]                                   # this value
     module = "common.constants"
@@ -33,16 +34,18 @@ from megamoe.drop.parameters import Parameter, parse_signature
 NAME = "contract.toml"
 FOLDER = "shim"
 SCHEMA = 1
+_OPTIONAL = {"signatures": {"open"}, "constants": {"mirror"}}
 _KEYS = {"symbols": {"module", "names"}, "signatures": {"module", "name", "signature"}, "constants": {"module", "name", "value"}}
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A callable with exactly these parameters."""
+    """A callable with exactly these parameters; where ``open``, others that have a default may come."""
 
     module: str
     name: str
     parameters: tuple[Parameter, ...]
+    open: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ def read(package: Path) -> Contract | None:
     return Contract(
         symbols=tuple((entry["module"], name) for entry in table.get("symbols", ()) for name in entry["names"]),
         signatures=tuple(
-            Signature(entry["module"], entry["name"], tuple(parse_signature(entry["signature"]))) for entry in table.get("signatures", ())
+            Signature(entry["module"], entry["name"], tuple(parse_signature(entry["signature"])), entry.get("open", False))
+            for entry in table.get("signatures", ())
         ),
         constants=tuple(
             Constant(entry["module"], entry["name"], entry["value"], entry.get("mirror", "")) for entry in table.get("constants", ())
@@ -118,12 +122,14 @@ def _entry_problems(kind: str, keys: set[str], entry: object) -> Iterator[str]:
     if not isinstance(entry, dict):
         yield "is not a table"
         return
-    allowed = keys | {"mirror"} if kind == "constants" else keys
+    allowed = keys | _OPTIONAL.get(kind, set())
     if missing := keys - entry.keys():
         yield f"lacks {', '.join(sorted(missing))}"
     if unknown := entry.keys() - allowed:
         yield f"has unknown keys {', '.join(sorted(unknown))}; allowed: {', '.join(sorted(allowed))}"
-    for key in allowed & entry.keys() - {"value", "names"}:
+    if not isinstance(entry.get("open", False), bool):
+        yield f"has open = {entry['open']!r}; allowed: true, false"
+    for key in allowed & entry.keys() - {"value", "names", "open"}:
         if not isinstance(entry[key], str):
             yield f"has {key} = {entry[key]!r}; allowed: a string"
     names = entry.get("names", [])
