@@ -12,6 +12,7 @@ import torch
 import megamoe
 from megamoe.testing import oracle
 from megamoe.testing import oracle_numbers as numbers
+from megamoe.testing.trial import make_trial
 
 FORMATS = list(numbers.FACTS)
 SMALL = ("e4m3", "e5m2", "e2m1")
@@ -271,7 +272,20 @@ def test_bound_sums_magnitudes():
     )
     result = oracle.compute(p, weights, torch.ones(1, 2).bfloat16(), torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), 0.5))
     np.testing.assert_allclose(result.value, [[0, -30]], atol=1e-9)
-    np.testing.assert_allclose(result.bound, [[192 / 128, 34 / 128]], rtol=1e-9)
+    # Half of (192 + 192) and of (64 + 4) for rounding, and half of 192 and of 64 for one step of bf16 codes; all times 2^-7.
+    np.testing.assert_allclose(result.bound, [[(192 + 96) / 128, (34 + 32) / 128]], rtol=1e-9)
+
+
+@pytest.mark.parametrize(("format", "inter"), [("fp8_block128", 128), ("fp8_tensor_e5m2", 64), ("fp8_tensor", 64), ("bf16", 64)])
+def test_bound_covers_sums_that_differ_in_their_last_bits(format, inter, monkeypatch):
+    """A kernel FC1 differs from float64 by 10^-4 of its spread, as on tensor cores with FP8: rounded values then step now and then."""
+    p = problem(format, experts=4, top_k=2, hidden=256, intermediate=inter)
+    trial = make_trial(p, tokens=64)
+    exact, noise = oracle.compute(p, trial.weights, *trial.inputs[0]), np.random.default_rng(0)
+    activate = oracle._activate
+    monkeypatch.setattr(oracle, "_activate", lambda p, fc1: activate(p, fc1 + 1e-4 * noise.standard_normal(fc1.shape)))
+    moved = oracle.compute(p, trial.weights, *trial.inputs[0])
+    assert oracle.judge(torch.from_numpy(moved.value).bfloat16(), exact, format=format).ok
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 _BF16_OVERFLOW = (2 - 2.0**-8) * 2.0**127
 """The smallest magnitude that bf16 rounds to infinity."""
 
+_STEP = {"bf16": 2.0**-7, "e4m3": 2.0**-3, "e5m2": 2.0**-2, "e2m1": 2.0**-1}
+"""Largest distance between neighbouring codes of an element type, relative to the value."""
+
 _TINY = 2.0**-126
 """Absolute part of the bound: the smallest normal float32."""
 
@@ -49,8 +52,10 @@ class OracleResult:
     Attributes:
         value: (tokens, hidden) float64.
         bound: (tokens, hidden) float64, how far a correct kernel's element may be off: 2^-7 times the sum of the magnitudes of all products
-            that FC2 and the final sum add up, plus 2^-126. It covers bf16 rounding, float32 summation in any order, and a value between
-            FC1 and FC2 that a kernel's float32 rounded to the neighbouring code.
+            that FC2 and the final sum add up, plus 2^-126, plus for every route one step between codes of the largest value between FC1 and
+            FC2 times the largest weight. It covers bf16 rounding, float32 summation in any order, and a value between FC1 and FC2 that
+            rounds to the neighbouring code because the kernel's sums differ in their last bits (tensor cores add FP8 products to about 14
+            bits, so this happens to some values in a thousand); where few products are summed, one such value shows.
     """
 
     value: Floats
@@ -94,7 +99,7 @@ def compute(problem: MoEProblem, weights: ExpertWeights, x: Any, topk_ids: Any, 
     route_weight = values_of(topk_weights)
     xs = _activation_values(problem.format, x, x_scale, weights.x_scale)
     total = np.zeros((xs.shape[0], problem.hidden))
-    terms = np.zeros_like(total)
+    terms, steps = np.zeros_like(total), np.zeros_like(total)
     routed = np.where((ids >= 0) & (ids < problem.experts), ids, -1)
     early = problem.routing_weight == "early"
     with np.errstate(invalid="ignore", over="ignore"):
@@ -109,7 +114,9 @@ def compute(problem: MoEProblem, weights: ExpertWeights, x: Any, topk_ids: Any, 
             # add.at: one token may take several routes to the same expert.
             np.add.at(total, token, (mid @ w2.T + b2) * late)
             np.add.at(terms, token, (np.abs(mid) @ np.abs(w2.T) + np.abs(b2)) * np.abs(late))
-    return OracleResult(total, 2.0**-7 * terms + _TINY)
+            largest = np.abs(mid).max(axis=1, initial=0)[:, None] * np.abs(w2).max(axis=1, initial=0)
+            np.add.at(steps, token, _STEP[FACTS[problem.format].element] * largest * np.abs(late))
+    return OracleResult(total, 2.0**-7 * terms + steps + _TINY)
 
 
 def judge(out: Any, result: OracleResult, *, format: str) -> Judgement:
