@@ -1,0 +1,49 @@
+"""``megamoe compile`` fills the cache without a GPU, ``megamoe cache`` shows and clears it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
+
+from megamoe.cli import main
+
+SHAPE = ["--model", "qwen3-30b", "--experts", "8", "--top-k", "2", "--hidden", "256", "--intermediate", "128", "--max-tokens", "8"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def document(capsys, *words):
+    code = main([*words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_filled_once_then_found(capsys, cache, jobs):
+    code, first = document(capsys, "compile", "--backend", "sm90", *SHAPE, "--jobs", jobs)
+    assert code == 0
+    assert len(first["kernels"]) == 2  # from bf16 and from quantized activations
+    assert {(k["kernel"], k["arch"], k["hit"]) for k in first["kernels"]} == {("sm90-swap-8", "sm_90a", False)}
+    assert all(k["registers"] == 168 and k["stack_bytes"] == 0 for k in first["kernels"])
+    _, again = document(capsys, "compile", "--backend", "sm90", *SHAPE, "--jobs", jobs)
+    assert [(k["digest"], k["hit"]) for k in again["kernels"]] == [(k["digest"], True) for k in first["kernels"]]
+    code, listed = document(capsys, "cache")
+    assert code == 0
+    assert {e["digest"] for e in listed["entries"]} == {k["digest"] for k in first["kernels"]}
+    assert document(capsys, "cache", "clear")[1]["removed"] == 2
+    assert document(capsys, "cache")[1]["entries"] == []
+
+
+def test_what_cannot_be_compiled_is_said(capsys):
+    assert main(["compile", "--backend", "reference", *SHAPE]) == 3
+    assert "has no kernels to compile" in capsys.readouterr().err
+    assert main(["compile", "--backend", "sm90", "--arch", "sm_100a", *SHAPE]) == 2
+    assert "sm_90a" in capsys.readouterr().err
+    assert main(["compile", "--backend", "sm90", *SHAPE, "--format", "mxfp8"]) == 3
+    assert "mxfp8 has no sm90 kernel" in capsys.readouterr().err
