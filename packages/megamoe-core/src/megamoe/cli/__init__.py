@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed its message or the help text
         return stop.code if isinstance(stop.code, int) else codes.USAGE
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()  # here, where a reader that has gone is expected; short output has been in the buffer until now
+        return code
     except MegaMoEError as error:
         Output.of(args).error(error, command=args.command)
         return codes.of_error(error)
