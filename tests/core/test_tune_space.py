@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megamoe.errors import InvalidInput
+from megamoe.problem import MoEProblem
+from megamoe.protocol import Plan
 from megamoe.tune import Knob, Space
+from megamoe.tune.search import candidates, search
 from megamoe.tune.space import Rule
 
 SPACE = Space(
@@ -51,3 +54,44 @@ def test_errors_name_what_is_legal(knobs, said):
         SPACE.complete(knobs)
     with pytest.raises(InvalidInput):
         list(SPACE.candidates(knobs))
+
+
+class Fake:
+    """A backend whose kernel follows from two of its three knobs, and which refuses one of them for few tokens."""
+
+    space = SPACE
+
+    def plan(self, problem, *, ranks=1, knobs=None):
+        values = SPACE.complete(knobs)
+        if values["order"] == "native" and problem.max_tokens < 8:
+            raise InvalidInput("too few tokens")
+        return Plan("fake", "1", problem, ranks, knobs=values)
+
+    def kernel(self, plan, tokens):
+        order = plan.knobs["order"] if plan.knobs["order"] != "auto" else "swap" if tokens < 100 else "native"
+        return f"{order}-{plan.knobs['tile']}"
+
+
+PROBLEM = MoEProblem(4, 2, 128, 128, 4096, "bf16")
+
+
+def test_candidates_are_the_kernels_that_differ():
+    few = candidates(Fake(), PROBLEM, 4)
+    assert [c.kernel for c in few] == ["swap-64", "swap-128"]  # the backend's own choice first; native does not fit
+    assert all(c.plan.problem.max_tokens == 4 for c in few)
+    assert [c.kernel for c in candidates(Fake(), PROBLEM, 200)] == ["native-64", "native-128", "swap-64"]
+    assert [c.kernel for c in candidates(Fake(), PROBLEM, 200, {"tile": 128})] == ["native-128"]
+
+
+def test_search_keeps_failures():
+    def measure(candidate):
+        if candidate.kernel == "native-128":
+            raise InvalidInput("wrong result", hint="")
+        return {"native-64": 2.0, "swap-64": 1.0}[candidate.kernel]
+
+    tried = list(search(candidates(Fake(), PROBLEM, 200), measure))
+    assert [(t.candidate.kernel, t.ms, t.fault) for t in tried] == [
+        ("native-64", 2.0, ""),
+        ("native-128", float("inf"), "wrong result"),
+        ("swap-64", 1.0, ""),
+    ]

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from megamoe import InvalidInput, MoEProblem, Placement, SwiGLU, UnsupportedProblem
 from megamoe.bench.workloads import SHAPES
+from megamoe.compile import Precompiles
+from megamoe.tune import Tunable
 from megamoe_sm90 import SPEC
 from megamoe_sm90.backend import Sm90Backend
 from megamoe_sm90.shim.knobs import SPACE, ladder, variants_of
@@ -122,6 +124,13 @@ def test_refusals_name_their_reason(change, said):
     assert all(reason.hint for reason in verdict.reasons)
     with pytest.raises(UnsupportedProblem, match=said):
         BACKEND.plan(replace(PROBLEM, **change))
+
+
+def test_the_backend_can_be_tuned_and_compiled_ahead():
+    assert isinstance(BACKEND, Tunable)
+    assert isinstance(BACKEND, Precompiles)
+    plan = BACKEND.plan(PROBLEM)
+    assert [BACKEND.kernel(plan, tokens) for tokens in (0, 1, 8, 9, 4096)] == ["swap-8", "swap-8", "swap-8", "swap-16", "native-128-pool"]
 
 
 def test_several_ranks_are_refused():

@@ -15,6 +15,7 @@ from megamoe.formats import describe
 from megamoe.packing import check_session
 from megamoe.problem import MAX_TOP_K, Placement
 from megamoe.protocol import BackendSpec, PackedWeights, Plan, Reason, Region, Verdict
+from megamoe.tune import Space
 from megamoe_sm90 import SPEC, __version__
 from megamoe_sm90.session import Sm90Session
 from megamoe_sm90.shim.knobs import SPACE, ladder, variants_of
@@ -37,7 +38,8 @@ _PURPOSES = {
 
 
 class Sm90Backend:
-    """One persistent launch a call on a Hopper GPU. See :class:`megamoe.protocol.Backend`; also :class:`megamoe.compile.Precompiles`."""
+    """One persistent launch a call on a Hopper GPU. See :class:`megamoe.protocol.Backend`; also
+    :class:`megamoe.compile.Precompiles` and :class:`megamoe.tune.Tunable`."""
 
     @property
     def spec(self) -> BackendSpec:
@@ -117,6 +119,16 @@ class Sm90Backend:
         config = configuration(plan, drop=sources.loaded(PACKAGES), x_scale=packed.x_scale, mid_scale=packed.mid_scale)
         agree(ours, config, packed.device)
         return Sm90Session(plan, packed)
+
+    @property
+    def space(self) -> Space:
+        """See :class:`megamoe.tune.Tunable`."""
+        return SPACE
+
+    def kernel(self, plan: Plan, tokens: int) -> str:
+        """See :class:`megamoe.tune.Tunable`."""
+        rung = next(rung for rung in plan.detail if tokens <= rung.tokens)
+        return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows) if part)
 
     def kernels(self, plan: Plan, arch: str | None = None) -> tuple[KernelRequest, ...]:
         """See :class:`megamoe.compile.Precompiles`: for weights without biases, on a GPU of 132 multiprocessors."""

@@ -87,15 +87,12 @@ def _point(sweep: Sweep, case: Case, tokens: int, runners: Mapping[str, Runner],
 
     shape, problem, weights, format = case.shape, case.problem, case.weights, case.problem.format
     generator = torch.Generator(device="cuda").manual_seed(tokens)
-    first = make_inputs(shape, format, tokens, sweep.routing, weights.x_scale, generator)
-    # Launches over one set of inputs would find in L2 what the previous launch read; sets with other routes touch other weights.
-    bytes_read = first.touched * weights.w13[0].nbytes * 1.5 + first.x.nbytes
-    sets = [first, *(make_inputs(shape, format, tokens, sweep.routing, weights.x_scale, generator) for _ in range(_more_sets(bytes_read)))]
+    sets = input_sets(shape, format, tokens, sweep.routing, weights, generator)
     launches = _launches(runners, sets)
     errors = [
-        _check(name, launches[name][0], first, operands, problem, weights, sweep.check_tokens)
+        check(name, launches[name][0], sets[0], operands, problem, weights, sweep.check_tokens)
         for name in launches
-        if (operands := runners[name].operands(first)) is not None
+        if (operands := runners[name].operands(sets[0])) is not None
     ]
     times = measure(launches, launches=sweep.launches, repeats=sweep.repeats, graph=sweep.graph)
     ours = times[next(name for name in (OURS, FROM_BF16) if name in times)]
@@ -124,8 +121,12 @@ def _point(sweep: Sweep, case: Case, tokens: int, runners: Mapping[str, Runner],
     )
 
 
-def _more_sets(bytes_read: float) -> int:
-    return 0 if bytes_read > 2 * _L2_BYTES else _MOST_SETS - 1
+def input_sets(shape: Shape, format: str, tokens: int, routing: str, weights: ExpertWeights, generator: torch.Generator) -> list[Inputs]:
+    """One set of inputs, or several where launches over one would find in L2 what the last one read: other routes touch other weights."""
+    first = make_inputs(shape, format, tokens, routing, weights.x_scale, generator)
+    bytes_read = first.touched * 1.5 * weights.w13[0].nbytes + first.x.nbytes
+    more = 0 if bytes_read > 2 * _L2_BYTES else _MOST_SETS - 1
+    return [first, *(make_inputs(shape, format, tokens, routing, weights.x_scale, generator) for _ in range(more))]
 
 
 def _open_other(name: str, case: Case) -> Runner | None:
@@ -154,7 +155,7 @@ def _launches(runners: Mapping[str, Runner], sets: Sequence[Inputs]) -> dict[str
     return found
 
 
-def _check(
+def check(
     name: str,
     launch: Callable[[], object],
     inputs: Inputs,
@@ -163,7 +164,14 @@ def _check(
     weights: ExpertWeights,
     most: int,
 ) -> float | None:
-    """Run once into a poisoned output and let the oracle recompute ``most`` tokens, spread evenly; gives the relative L2 error."""
+    """Run once into a poisoned output and let the oracle recompute ``most`` tokens, spread evenly.
+
+    Returns:
+        the relative L2 error, ``None`` when nothing was recomputed.
+
+    Raises:
+        MegaMoEError: elements are unwritten or not finite, or the oracle rejects them.
+    """
     import torch
 
     inputs.out.fill_(float("nan"))

@@ -28,11 +28,11 @@ SUMMARY = "measure speed against baselines and the machine's limits"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the measurement and of ``plot`` and ``compare``."""
     parser.add_argument("--backend", help="backend to measure (default: the one for this GPU)")
-    parser.add_argument("--shapes", type=_words, help="comma-separated shapes, or 'list' (default: dsv3,dsv4,qwen30b,qwen235b)")
-    parser.add_argument("--tokens", type=_numbers, help="comma-separated token counts (default: 1,8,32,128,512,2048,8192)")
-    parser.add_argument("--formats", type=_words, default=["fp8_block128"], help="comma-separated formats (default: fp8_block128)")
+    parser.add_argument("--shapes", type=words, help="comma-separated shapes, or 'list' (default: dsv3,dsv4,qwen30b,qwen235b)")
+    parser.add_argument("--tokens", type=numbers, help="comma-separated token counts (default: 1,8,32,128,512,2048,8192)")
+    parser.add_argument("--formats", type=words, default=["fp8_block128"], help="comma-separated formats (default: fp8_block128)")
     parser.add_argument("--routing", default="random", help="random, balanced, zipf, few or one (default: random)")
-    parser.add_argument("--against", type=_words, help="comma-separated: unfused, flashinfer (default: all that are importable; 'none')")
+    parser.add_argument("--against", type=words, help="comma-separated: unfused, flashinfer (default: all that are importable; 'none')")
     parser.add_argument("--launches", type=int, default=20, help="back-to-back launches between two events (default: 20)")
     parser.add_argument("--repeats", type=int, default=5, help="repeats, of which the median counts (default: 5)")
     parser.add_argument("--graph", action="store_true", help="replay the launches as a CUDA graph")
@@ -166,9 +166,11 @@ def _shape_row(shape: object) -> tuple[object, ...]:
     return tuple(getattr(shape, name) for name in ("name", "experts", "top_k", "hidden", "intermediate"))
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """Comma-separated words."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in _words(text)]
+def numbers(text: str) -> list[int]:
+    """Comma-separated whole numbers."""
+    return [int(word) for word in words(text)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megamoe.tune.search import Tunable
 from megamoe.tune.space import Knob, Space
 
-__all__ = ["Knob", "Space"]
+__all__ = ["Knob", "Space", "Tunable"]
