@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -166,6 +167,7 @@ def _flashinfer() -> tuple[Any, Any]:
     for name in ("flashinfer.moe_ep.kernel_src.sm90.pull_style_cutedsl_megakernel", "pull_style"):
         top = name.partition(".")[0]
         if find_spec(top) is not None:
+            os.environ.setdefault("MEGA_NO_DIST", "1")  # it reads this when imported: one rank, no process group
             return import_module(name), import_module(f"{name}.shim.hopper_fp8")
     raise InvalidInput("The peer 'flashinfer' is not importable.", hint="pip install flashinfer-python, or leave it out of --against")
 
