@@ -6,7 +6,6 @@ from cutlass import Float32, Int32, Int64
 
 from megamoe.device import memory
 
-SEGMENT = 1024  # columns of a row that one warp takes at a time: four 16-byte loads in flight per lane
 SMALLEST_AMAX = 1e-10
 
 
@@ -70,6 +69,12 @@ def block_scale(amax, e5m2):
     return divide(max_nan(amax, Float32(SMALLEST_AMAX)), Float32(largest(e5m2)))
 
 
+def segment_chunks(hidden, most):
+    """256-column chunks of a segment: the most that divide a row evenly."""
+    row = -(-hidden // 256)
+    return max(n for n in range(1, most + 1) if row % n == 0)
+
+
 @cute.jit
 def quantize_rows(
     x: Int64,
@@ -80,22 +85,27 @@ def quantize_rows(
     hidden: cutlass.Constexpr,
     block_scales: cutlass.Constexpr,
     e5m2: cutlass.Constexpr,
+    many: cutlass.Constexpr,
     warp: Int32,
     warps: Int32,
     lane: Int32,
 ):
-    """Quantize `tokens` rows of `hidden` bf16 values: 1 x 128 blocks with their own scale into xs, or one static scale. `warp` of `warps` over the grid."""
-    segments = -(-hidden // SEGMENT)
+    """Quantize `tokens` rows of `hidden` bf16 values: 1 x 128 blocks with their own scale into xs, or one static scale. `warp` of `warps` over the grid.
+
+    A warp takes a segment of a row at a time; `many` tokens: longer segments, for more loads in flight.
+    """
+    chunks = segment_chunks(hidden, 8 if many else 4)
+    segments = -(-hidden // (256 * chunks))
     unit = warp
     while unit < tokens * segments:
         token = unit // segments
-        column = (unit - token * segments) * SEGMENT + lane * 8
+        column = (unit - token * segments) * (256 * chunks) + lane * 8
         words = []
-        for i in cutlass.range_constexpr(SEGMENT // 256):
+        for i in cutlass.range_constexpr(chunks):
             # Lanes behind the end of the row load its first columns again: all lanes take part in the shuffles.
             inside = cutlass.min(column + 256 * i, hidden - 8)
             words.append(memory.ld_v4(x + (Int64(token) * hidden + inside) * 2))
-        for i in cutlass.range_constexpr(SEGMENT // 256):
+        for i in cutlass.range_constexpr(chunks):
             v = []
             for w in cutlass.range_constexpr(4):
                 v.append(bf16_low(words[i][w]))

@@ -11,17 +11,17 @@ from cutlass import Int32, Int64
 
 from megamoe.device import deadline, memory
 
-BATCH = 8  # ids a thread has in flight
+BATCH = 16  # ids a thread has in flight
 
 
-def load_id(ids, route, wide):
-    """The expert id of a route as int32; an int64 id that does not fit becomes an id that no expert has."""
+def load_id(ids, route, wide, condition=True):
+    """The expert id of a route as int32, -1 where `condition` does not hold; an int64 id that does not fit becomes an id that no expert has."""
     if wide:
-        value = memory.ld_i64(ids + Int64(route) * 8)
+        value = memory.ld_i64_if(ids + Int64(route) * 8, condition)
         low = Int32(value)
         fits = Int32(Int64(low) == value)
         return low * fits + 0x7FFFFFFF * (1 - fits)
-    return memory.ld_i32(ids + Int64(route) * 4)
+    return memory.ld_i32_if(ids + Int64(route) * 4, condition)
 
 
 @cute.jit
@@ -34,14 +34,13 @@ def count_routes(
     while i < routes:
         values = []
         for j in cutlass.range_constexpr(BATCH):
-            values.append(load_id(ids, cutlass.min(i + j * threads, routes - 1), wide))
+            values.append(load_id(ids, i + j * threads, wide, i + j * threads < routes))
         for j in cutlass.range_constexpr(BATCH):
-            if i + j * threads < routes:
-                if values[j] >= 0 and values[j] < experts:
-                    memory.shared_increment(counts + values[j])
-                else:
-                    if values[j] != -1:
-                        bad = Int32(1)
+            if values[j] >= 0 and values[j] < experts:
+                memory.shared_increment(counts + values[j])
+            else:
+                if values[j] != -1:
+                    bad = Int32(1)
         i = i + BATCH * threads
     if bad != 0:
         deadline.bad_id(control)
@@ -129,10 +128,10 @@ def build_lists(
             while i - lane < routes:
                 values = []
                 for j in cutlass.range_constexpr(BATCH):
-                    values.append(load_id(ids, cutlass.min(i + j * threads, routes - 1), wide))
+                    values.append(load_id(ids, i + j * threads, wide, i + j * threads < routes))
                 for j in cutlass.range_constexpr(BATCH):
                     route = i + j * threads
-                    hit = values[j] == e and route < routes
+                    hit = values[j] == e
                     ballot = cute.arch.vote_ballot_sync(hit)
                     if ballot != 0:
                         place = Int32(0)

@@ -18,7 +18,11 @@ THREADS = 384
 
 @dataclass(frozen=True)
 class NativeConfig:
-    """One compiled kernel. `limit` None: no clamp. `unroll`, `stages` None: derived from the shape."""
+    """One compiled kernel.
+
+    limit: None for no clamp. stream_weights: weights leave L2 first, for batches in which few row blocks read each. unroll, stages: None to derive
+    them from the shape.
+    """
 
     fmt: str
     experts: int
@@ -35,10 +39,10 @@ class NativeConfig:
     ids64: bool = False
     tile_m: int = 128
     rows: str = "gather"
+    stream_weights: bool = False
     stages: int | None = None
     unroll: int | None = None
     sms: int = 132
-    exp: str = ""
 
     def __post_init__(self):
         if self.fmt not in FORMATS:

@@ -10,6 +10,7 @@ from .config import ROW_BYTES, SLOTS, TILE_N
 
 ROW_WARPS = 2
 WORDS = 8  # words of a task before its routes
+EVICT_FIRST = 0x12F0000000000000  # L2 policy descriptor
 
 
 class Loaders:
@@ -79,10 +80,6 @@ class Loaders:
                 memory.red_release(bank + regions.FC1_DONE + Int64(words[at + 5]) * 4, Int32(1))
         cute.arch.sync_warp()
 
-    def weight_hint(self):
-        """Weights that no other row block will read again should not push rows out of L2."""
-        return {"cache_policy": Int64(0x12F0000000000000)} if "hint" in self.c.exp else {}
-
     @cute.jit
     def load_weights(self, t13, g13, t2, g2, sBh, full, empty, ring, tfull, tempty, lane):
         """Weight panels by TMA, two boxes of 128 rows a stage; waits for nothing but free stages."""
@@ -113,20 +110,26 @@ class Loaders:
             slot, tphase = self._advance(slot, tphase, SLOTS)
             if kind == stream.FC1:
                 for kb in cutlass.range(c.kb1, unroll=1):
-                    cute.arch.mbarrier_wait(empty + stage, phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_N * ROW_BYTES)
-                    cute.copy(t13, g13[None, n, kb, 2 * e], s13[None, 2 * stage], tma_bar_ptr=full + stage, **self.weight_hint())
-                    cute.copy(t13, g13[None, n, kb, 2 * e + 1], s13[None, 2 * stage + 1], tma_bar_ptr=full + stage, **self.weight_hint())
+                    self.arm_weights(full, empty, stage, phase)
+                    self.copy_weights(t13, g13[None, n, kb, 2 * e], s13[None, 2 * stage], full + stage)
+                    self.copy_weights(t13, g13[None, n, kb, 2 * e + 1], s13[None, 2 * stage + 1], full + stage)
                     stage, phase = self._advance(stage, phase, c.num_stages)
             if kind == stream.FC2:
                 for kb in cutlass.range(c.kb2, unroll=1):
-                    cute.arch.mbarrier_wait(empty + stage, phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_N * ROW_BYTES)
-                    cute.copy(t2, g2[None, 2 * n, kb, e], s2[None, 2 * stage], tma_bar_ptr=full + stage, **self.weight_hint())
-                    cute.copy(t2, g2[None, 2 * n + 1, kb, e], s2[None, 2 * stage + 1], tma_bar_ptr=full + stage, **self.weight_hint())
+                    self.arm_weights(full, empty, stage, phase)
+                    self.copy_weights(t2, g2[None, 2 * n, kb, e], s2[None, 2 * stage], full + stage)
+                    self.copy_weights(t2, g2[None, 2 * n + 1, kb, e], s2[None, 2 * stage + 1], full + stage)
                     stage, phase = self._advance(stage, phase, c.num_stages)
+
+    @cute.jit
+    def arm_weights(self, full, empty, stage, phase):
+        cute.arch.mbarrier_wait(empty + stage, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_N * ROW_BYTES)
+
+    def copy_weights(self, tma, source, target, barrier):
+        hint = {"cache_policy": Int64(EVICT_FIRST)} if self.c.stream_weights else {}
+        cute.copy(tma, source, target, tma_bar_ptr=barrier, **hint)
 
     @cute.jit
     def load_rows(
@@ -210,7 +213,7 @@ class Loaders:
                 for kb in cutlass.range(blocks, unroll=1):
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     at_even, at_odd = even + stage * (c.tile_m * ROW_BYTES), odd + stage * (c.tile_m * ROW_BYTES)
-                    for m in cutlass.range_constexpr(0 if 'nocopy' in c.exp else half // 16):
+                    for m in cutlass.range_constexpr(half // 16):
                         # Sixteen rows: the last group may copy rows that are not in use, from the block's first row.
                         if 16 * m < mine:
                             at4 = memory.shared_v4(starts + 16 * m)
@@ -262,8 +265,8 @@ class Loaders:
             kind = cute.arch.make_warp_uniform(words[at])
             e = words[at + 1]
             n = words[at + 2]
-            pool = words[at + 3]
-            valid = words[at + 4]
+            pool = cute.arch.make_warp_uniform(words[at + 3])
+            valid = cute.arch.make_warp_uniform(words[at + 4])
             block = cute.arch.make_warp_uniform(words[at + 5])
             if kind != stream.END:
                 if kind == stream.FC1:
@@ -284,7 +287,7 @@ class Loaders:
                     if cutlass.const_expr(c.block_scales):
                         panel = w13_scale + Int64((e * 2 + cutlass.min(lane, 1)) * c.n1 + n) * (c.kb1 * 4)
                     stage, phase = self.load_loop(
-                        tx, gx, sx, c.kb1, block, valid, pool_scale + Int64(pool) * 4, panel, pool_rows, s_addr, full, empty, stage, phase, lane
+                        tx, gx, sx, c.kb1, pool // 64, valid, pool_scale + Int64(pool) * 4, panel, pool_rows, s_addr, full, empty, stage, phase, lane
                     )
                 else:
                     panel = Int64(0)
@@ -292,7 +295,7 @@ class Loaders:
                         last = c.hidden // 128
                         panel = w2_scale + Int64(e * last + cutlass.min(2 * n + cutlass.min(lane, 1), last - 1)) * (c.kb2 * 4)
                     stage, phase = self.load_loop(
-                        tm, gm, sm, c.kb2, block, valid, mid_scale + Int64(pool) * 4, panel, pool_rows, s_addr, full, empty, stage, phase, lane
+                        tm, gm, sm, c.kb2, pool // 64, valid, mid_scale + Int64(pool) * 4, panel, pool_rows, s_addr, full, empty, stage, phase, lane
                     )
             cute.arch.sync_warp()
             if lane == 0:
@@ -300,7 +303,7 @@ class Loaders:
             slot, tphase = self._advance(slot, tphase, SLOTS)
 
     @cute.jit
-    def load_loop(self, tma, g, s, blocks: cutlass.Constexpr, block, valid, scale, panel, pool_rows, s_addr, full, empty, stage, phase, lane):
+    def load_loop(self, tma, g, s, blocks: cutlass.Constexpr, box, valid, scale, panel, pool_rows, s_addr, full, empty, stage, phase, lane):
         """The K blocks of one row tile, 64 rows a box; with block scales also the row scales (contiguous) and the two panel scales."""
         c = self.c
         boxes = c.tile_m // 64
@@ -319,10 +322,10 @@ class Loaders:
                     memory.copy_4(to + (c.tile_m + lane) * 4, panel)
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
             cute.arch.sync_warp()
-            cute.copy(tma, g[None, block * boxes, kb], s[None, stage * boxes], tma_bar_ptr=full + stage)
+            cute.copy(tma, g[None, box, kb], s[None, stage * boxes], tma_bar_ptr=full + stage)
             if cutlass.const_expr(boxes == 2):
                 if used == 2:
-                    cute.copy(tma, g[None, block * boxes + 1, kb], s[None, stage * boxes + 1], tma_bar_ptr=full + stage)
+                    cute.copy(tma, g[None, box + 1, kb], s[None, stage * boxes + 1], tma_bar_ptr=full + stage)
             scale = scale + Int64(pool_rows) * 4
             panel = panel + 4
             stage, phase = self._advance(stage, phase, c.num_stages)

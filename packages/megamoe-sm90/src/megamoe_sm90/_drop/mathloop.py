@@ -63,6 +63,12 @@ class MathLoop:
         if lane == 0:
             cute.arch.mbarrier_arrive(empty + stage)
 
+    def _ready(self, full, stage, phase):
+        """Wait for a stage. Gathered rows are ordinary writes of shared memory: a proxy fence orders them before wgmma reads them."""
+        cute.arch.mbarrier_wait(full + stage, phase)
+        if self.c.rows == "gather":
+            cute.arch.fence_view_async_shared()
+
     def _issue(self, mma, target, first, b, stage):
         """Four wgmma over one K block of one piece."""
         for kk in range(4):
@@ -94,9 +100,7 @@ class MathLoop:
             u, p = i // mma.pieces, i % mma.pieces
             if p == 0:
                 stages[u] = stage
-                cute.arch.mbarrier_wait(full + stage, phase)
-                if 'cfence' in c.exp:
-                    cute.arch.fence_view_async_shared()
+                self._ready(full, stage, phase)
                 row[u] = (mma.scales[mma.row, stage], mma.scales[mma.row + 8, stage])
                 panel[u] = (mma.scales[c.tile_m, stage], mma.scales[c.tile_m + 1, stage])
             warpgroup.fence()
@@ -116,7 +120,7 @@ class MathLoop:
         c = self.c
         previous = None
         for u in range(c.k_unroll):
-            cute.arch.mbarrier_wait(full + stage, phase)
+            self._ready(full, stage, phase)
             warpgroup.fence()
             for p in range(mma.pieces):
                 self._issue(mma, mma.accs[p], False, mma.b[p], stage)

@@ -85,7 +85,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             tfull: cute.struct.MemRange[Int64, SLOTS]
             tempty: cute.struct.MemRange[Int64, SLOTS]
             moved: cute.struct.MemRange[Int64, 1]
-            clk: cute.struct.MemRange[Int64, 1]
 
         self.storage = Storage
         self.kernel(
@@ -121,9 +120,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         moving, moved = st.moving.data_ptr(), st.moved.data_ptr()
         a_ptr, scale_ptr, rows, amax, cursor_ptr = st.a.data_ptr(), st.s.data_ptr(), st.rows.data_ptr(), st.amax.data_ptr(), st.cursor.data_ptr()
 
-        clk = st.clk.get_tensor(cute.make_layout(1))
-        if tidx == 0:
-            clk[0] = cute.arch.clock64()
         epoch = launch.epoch_of(control)
         bank = launch.bank_of(control, epoch, bank_bytes)
         list_ready = control + regions.BANKS + Int64(bank_bytes) * 2
@@ -195,7 +191,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 if cutlass.const_expr(not c.block_scales):
                     static = memory.ld_f32(x_scale)
                 quantize.quantize_rows(
-                    x, xq, xs, static, tokens, c.hidden, c.block_scales, c.e5m2, bidx * MATH_WARPS + warp, grid * MATH_WARPS, lane
+                    x, xq, xs, static, tokens, c.hidden, c.block_scales, c.e5m2, c.rows == "pool", bidx * MATH_WARPS + warp, grid * MATH_WARPS, lane
                 )
                 cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
                 if tidx == 0:
@@ -214,13 +210,10 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             if warp == 0:
                 deadline.wait_ge(bank + regions.FINISHED, grid, control, regions.SITE_END, Int32(0), wait_ms)
             cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
-            if cutlass.const_expr('nosum' not in c.exp):
-              combine.sum_rows(
+            combine.sum_rows(
                 stage, ids, topk_w, out, tokens, c.experts, c.top_k, c.hidden, c.ids64, not c.early, bidx * MATH_WARPS + warp, grid * MATH_WARPS, lane
             )
             if tidx == 0:
-                if bidx == 0:
-                    memory.st_i64(control + regions.RECORD + 56, cute.arch.clock64() - clk[0])
                 launch.leave(control, grid)
 
     @cute.jit
@@ -252,12 +245,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                             parts["full"], kind, words, at, full, empty, stage, phase, flip, exchanged, wg, lane, x_scale, w13_scale, w2_scale,
                             b13, b2, topk_w, mid_static, mid, mid_scale, stage_out, pool_rows,
                         )
-                    else:
-                        stage, phase, flip = self.run_tile(
-                            parts["split"], kind, words, at, full, empty, stage, phase, flip, exchanged, wg, lane, x_scale, w13_scale, w2_scale,
-                            b13, b2, topk_w, mid_static, mid, mid_scale, stage_out, pool_rows,
-                        )
-                else:
+                if valid <= 64:
                     stage, phase, flip = self.run_tile(
                         parts["split"], kind, words, at, full, empty, stage, phase, flip, exchanged, wg, lane, x_scale, w13_scale, w2_scale,
                         b13, b2, topk_w, mid_static, mid, mid_scale, stage_out, pool_rows,
@@ -283,9 +271,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             stage, phase = self.iteration(part, full, empty, stage, phase, lane)
         routes = cute.make_tensor(words.iterator + (at + WORDS), cute.make_layout(c.tile_m))
         e, n, pool, valid = words[at + 1], words[at + 2], words[at + 3], words[at + 4]
-        if cutlass.const_expr('noepi' in c.exp):
-            self.light(part, stage_out, lane)
-        elif kind == stream.FC1:
+        if kind == stream.FC1:
             def exchange(own):
                 return self.exchange_amax(own, exchanged, flip, part.row, wg)
 
@@ -294,15 +280,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         else:
             self.fc2(part, part.accs, e, n, valid, routes, lane, mid_static, w2_scale, b2, stage_out)
         return stage, phase, flip
-
-    @cute.jit
-    def light(self, part: cutlass.Constexpr, stage_out, lane):
-        t = Float32(0.0)
-        for p in cutlass.range_constexpr(part.pieces):
-            for v in cutlass.range_constexpr(32):
-                t = t + part.accs[p][v]
-        if t == 12345.678:
-            memory.st_f32(stage_out, t)
 
     def exchange_amax(self, own, exchanged, flip, row, wg):
         """In a split tile each warpgroup has half of a row's 128 channels: the maximum over both."""
