@@ -35,8 +35,8 @@ class SwapConfig:
         token_tile: tokens of one block, one of TOKEN_TILES. An expert with more tokens reads its weights once for each block of them.
         stages: weight ring depth, at least 4 (None: what shared memory allows).
         token_stages: token ring depth, at least 2 (None: derived).
-        window: ring stages requested and not yet landed, 2 to 16 (as good as none from `stages` on). More than the memory needs to run at its
-            full rate (about 64 KB a CTA) only queues in it, and every other access of the launch waits behind that queue.
+        window: ring stages requested and not yet landed, 2 to `stages` (None: 5). More than the memory needs to run at its full rate (about
+            64 KB a CTA) only queues in it, and every other access of the launch waits behind that queue.
         act_bf16: x is bf16 and is quantized in the launch; otherwise x comes in the format's type, with x_scale.
         limit, alpha, up_bias: the activation. bias13, bias2: expert biases present. early: routing weight applied before re-quantization.
         ids64: topk_ids are int64.
@@ -51,7 +51,7 @@ class SwapConfig:
     token_tile: int = 8
     stages: int | None = None
     token_stages: int | None = None
-    window: int = 5
+    window: int | None = None
     act_bf16: bool = True
     limit: float | None = None
     alpha: float = 1.0
@@ -87,13 +87,16 @@ class SwapConfig:
             room = (SMEM_LIMIT - self.fixed_bytes) // (STAGE_BYTES + 20)
             if self.stages is None:
                 object.__setattr__(self, "stages", min(room, 16))
+            if self.window is None:
+                object.__setattr__(self, "window", min(5, self.stages))
             if not 4 <= self.stages <= room:
                 faults.append(f"stages={self.stages}; allowed: 4 to {room} beside {self.fixed_bytes} other bytes of shared memory")
             elif 2 * self.bitmap_words * 4 > self.stages * STAGE_BYTES:
                 most = self.stages * STAGE_BYTES // (8 * self.experts) * 32 // self.top_k
                 faults.append(f"max_tokens={self.max_tokens}; allowed: up to {most} with {self.experts} experts and {self.stages} stages")
-        if not 2 <= self.window <= 16:
-            faults.append(f"window={self.window}; allowed: 2 to 16")
+            # Beyond the ring the producer would wait for a landing that its own next request has overwritten.
+            if not 2 <= self.window <= self.stages:
+                faults.append(f"window={self.window}; allowed: 2 to {self.stages}, the number of stages")
         if faults:
             raise ValueError("; ".join(faults))
 
@@ -159,7 +162,7 @@ class SwapConfig:
     @property
     def widths(self) -> tuple[int, ...]:
         """MMA widths compiled in: a block of few tokens runs the narrowest that holds it, which saves promotion and epilogue."""
-        return {8: (8,), 16: (8, 16), 32: (8, 32), 64: (8, 32, 64), 128: (8, 32, 64, 128)}[self.token_tile]
+        return {8: (8,), 16: (8, 16), 32: (8, 32), 64: (8, 32, 64), 128: (16, 64, 128)}[self.token_tile]
 
     @property
     def scale_pitch(self) -> int:

@@ -6,58 +6,53 @@ from cutlass import BFloat16, Float32, Int32, Int64
 
 from megamoe.device import deadline, memory
 from megamoe_sm90._drop import swap_config as layout
-
-EARLY = 2  # pieces a warp loads before the routing is known
+from megamoe_sm90._drop.swap_division import divide, reciprocal
 
 
 class SwapEnds:
     """Mixin of SwapKernel, run by the math warps."""
 
-    def piece_words(self):
-        """32-bit words of x that a lane loads of half a piece (8 elements)."""
-        return 4 if self.cfg.act_bf16 or self.cfg.elem == 2 else 2
-
     def load_piece(self, piece):
-        """This lane's 8 elements of either half of a piece of 512 elements; lanes past the row repeat its end."""
+        """This lane's 16 neighbouring elements of a piece of 512, as 32-bit words; lanes past the row repeat its end."""
         cx, cfg = self.cx, self.cfg
         pieces_a_token = -(-cfg.hidden // 512)
         token = piece // pieces_a_token
-        words = []
-        for half in range(2):
-            at = cutlass.min((piece - token * pieces_a_token) * 512 + half * 256 + cx.lane * 8, cfg.hidden - 8)
-            address = cx.x + (Int64(token) * cfg.hidden + at) * (self.piece_words() // 2)
-            words += list(memory.ld_v4(address)) if self.piece_words() == 4 else list(self.ld_v2(address))
+        at = cutlass.min((piece - token * pieces_a_token) * 512 + cx.lane * 16, cfg.hidden - 16)
+        address = cx.x + (Int64(token) * cfg.hidden + at) * (self.piece_words() // 4)
+        words = list(memory.ld_v4(address))
+        if self.piece_words() == 8:
+            words += list(memory.ld_v4(address + 16))
         return words
 
-    def ld_v2(self, address):
-        return cute.arch.inline_ptx("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[address])
+    def piece_words(self):
+        return 8 if self.cfg.act_bf16 or self.cfg.elem == 2 else 4
 
     @cute.jit
-    def load_first_pieces(self):
-        """Activations before anything else: a load issued behind a full ring of weight requests waits for all of them."""
-        cx, early, words = self.cx, self.cx.early, 2 * self.piece_words()
-        for j in cutlass.range_constexpr(EARLY):
-            piece = (cx.warp + 8 * j) * cx.grid + cx.cta
-            if piece < cx.pieces:
-                loaded = self.load_piece(piece)
-                for i in cutlass.range_constexpr(words):
-                    early[j][i] = loaded[i]
+    def load_first_piece(self):
+        """Activations before anything else: a load issued behind a queue of weight requests waits for all of them."""
+        cx, early = self.cx, self.cx.early
+        piece = cx.warp * cx.grid + cx.cta
+        if piece < cx.pieces:
+            loaded = self.load_piece(piece)
+            for i in cutlass.range_constexpr(self.piece_words()):
+                early[i] = loaded[i]
 
     @cute.jit
     def place_activations(self):
         """Pieces of 512 elements of a token, one a warp and step: quantize and copy into the pool row of each of the token's routes."""
-        cx = self.cx
+        cx, words = self.cx, self.cx.early
         done = Int32(0)
-        for j in cutlass.range_constexpr(EARLY):
-            piece = (cx.warp + 8 * j) * cx.grid + cx.cta
-            if piece < cx.pieces:
-                self.place_piece(piece, [cx.early[j][i] for i in range(2 * self.piece_words())])
-                done = done + 1
-        piece = (cx.warp + 8 * EARLY) * cx.grid + cx.cta
+        piece = cx.warp * cx.grid + cx.cta
         while piece < cx.pieces:
-            self.place_piece(piece, self.load_piece(piece))
+            mine = [words[i] for i in range(self.piece_words())]
+            following = piece + 8 * cx.grid
+            if following < cx.pieces:
+                loaded = self.load_piece(following)
+                for i in cutlass.range_constexpr(self.piece_words()):
+                    words[i] = loaded[i]
+            self.place_piece(piece, mine)
             done = done + 1
-            piece = piece + 8 * cx.grid
+            piece = following
         cute.arch.sync_warp()
         if cx.lane == 0 and done > 0:
             memory.red_release(cx.bank, done)
@@ -67,65 +62,51 @@ class SwapEnds:
         cx, cfg = self.cx, self.cfg
         pieces_a_token = -(-cfg.hidden // 512)
         token = piece // pieces_a_token
-        for half in cutlass.range_constexpr(2):
-            mine = words[half * self.piece_words() : (half + 1) * self.piece_words()]
-            at = (piece - token * pieces_a_token) * 512 + half * 256 + cx.lane * 8
-            inside = at < cfg.hidden
-            # Lanes past the row take part in the shuffles and store nothing.
-            at = cutlass.min(at, cfg.hidden - 8)
-            if cutlass.const_expr(cfg.act_bf16 and cfg.elem == 1):
-                self.quantize(token, at, mine, inside)
-            else:
-                self.copy_to_routes(token, cx.xq + at * cfg.elem, mine, inside)
+        at = (piece - token * pieces_a_token) * 512 + cx.lane * 16
+        inside = at < cfg.hidden
+        at = cutlass.min(at, cfg.hidden - 16)
+        scale = Float32(0.0)
+        if cutlass.const_expr(cfg.act_bf16 and cfg.elem == 1):
+            words, scale = self.quantize(words)
+        elif cutlass.const_expr(cfg.scaled):
+            scale = memory.ld_f32(cx.x_scale + (Int64(token) * cfg.k1 + at // 128) * 4)
+        leads = inside and cx.lane % 8 == 0
+        for slot in cutlass.range(cfg.top_k, unroll=1):
+            row = cx.route[token * cfg.top_k + slot]
+            if row >= 0:
+                if inside:
+                    to = cx.xq + (Int64(row) * cfg.hidden + at) * cfg.elem
+                    for i in cutlass.range_constexpr(len(words) // 4):
+                        memory.st_v4(to + 16 * i, *words[4 * i : 4 * i + 4])
                 if cutlass.const_expr(cfg.scaled):
-                    k = at // 128
-                    scale = memory.ld_f32(cx.x_scale + (Int64(token) * cfg.k1 + k) * 4)
-                    self.scale_to_routes(token, k, scale, inside and cx.lane % 16 == 0)
+                    if leads:
+                        memory.st_f32(cx.xs + (Int64(at // 128) * cfg.rows + row) * 4, scale)
 
-    @cute.jit
-    def quantize(self, token: Int32, at: Int32, words, inside):
-        cx, cfg = self.cx, self.cfg
-        raw = cute.make_rmem_tensor(cute.make_layout(4), Int32)
-        for i in cutlass.range_constexpr(4):
+    def quantize(self, words):
+        """16 bf16 elements -> (4 words of the format, scale). With block scales the 8 lanes of a block of 128 share its amax; all lanes of
+        the warp take part."""
+        cfg = self.cfg
+        raw = cute.make_rmem_tensor(cute.make_layout(8), Int32)
+        for i in range(8):
             raw[i] = words[i]
-        value = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+        value = cute.make_rmem_tensor(cute.make_layout(16), Float32)
         value.store(cute.recast_tensor(raw, BFloat16).load().to(Float32))
-        if cutlass.const_expr(cfg.scaled):
+        if cfg.scaled:
             top = Float32(1e-10)
-            for i in cutlass.range_constexpr(8):
+            for i in range(16):
                 top = cute.arch.fmax(top, cute.arch.fmax(value[i], -value[i]))
-            for step in cutlass.range_constexpr(4):
+            for step in range(3):
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << step))
-            scale = top / 448.0
-            self.scale_to_routes(token, at // 128, scale, inside and cx.lane % 16 == 0)
+            scale = divide(top, Float32(448.0), Float32(1.0 / 448.0))
         else:
-            scale = memory.ld_f32(cx.x_scale)
-        for i in cutlass.range_constexpr(8):
-            value[i] = value[i] / scale
-        out = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
+            scale = memory.ld_f32(self.cx.x_scale)
+        inverse = reciprocal(scale)
+        for i in range(16):
+            value[i] = divide(value[i], scale, inverse)
+        out = cute.make_rmem_tensor(cute.make_layout(16), self.dtype)
         out.store(value.load().to(self.dtype))
         packed = cute.recast_tensor(out, Int32)
-        self.copy_to_routes(token, cx.xq + at, [packed[0], packed[1]], inside)
-
-    @cute.jit
-    def copy_to_routes(self, token: Int32, base: Int64, words, inside):
-        cx, cfg = self.cx, self.cfg
-        for slot in cutlass.range(cfg.top_k, unroll=1):
-            row = cx.route[token * cfg.top_k + slot]
-            if inside and row >= 0:
-                at = base + Int64(row) * (cfg.hidden * cfg.elem)
-                if cutlass.const_expr(cfg.elem == 1):
-                    memory.st_v2(at, words[0], words[1])
-                else:
-                    memory.st_v4(at, words[0], words[1], words[2], words[3])
-
-    @cute.jit
-    def scale_to_routes(self, token: Int32, k: Int32, scale: Float32, inside):
-        cx, cfg = self.cx, self.cfg
-        for slot in cutlass.range(cfg.top_k, unroll=1):
-            row = cx.route[token * cfg.top_k + slot]
-            if inside and row >= 0:
-                memory.st_f32(cx.xs + (Int64(k) * cfg.rows + row) * 4, scale)
+        return [packed[i] for i in range(4)], scale
 
     @cute.jit
     def sum_rows(self):

@@ -8,6 +8,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float32, Int32, Int64, U
 
 from megamoe.device import memory
 from megamoe_sm90._drop import swap_config as layout
+from megamoe_sm90._drop.swap_division import divide, reciprocal
 
 
 class SwapEpilogue:
@@ -22,13 +23,12 @@ class SwapEpilogue:
             up = Float32(cutlass.select_(up < -cfg.limit, Float32(-cfg.limit), up))
         if cfg.up_bias != 0.0:
             up = up + cfg.up_bias
-        return up * gate / (1.0 + cute.math.exp2(gate * (-cfg.alpha * math.log2(math.e)), fastmath=True))
+        return up * gate * cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * (-cfg.alpha * math.log2(math.e)), fastmath=True))
 
     @cute.jit
-    def finish_fc1(self, n: cutlass.Constexpr, accs, block: Int32, part: Int32):
+    def finish_fc1(self, n: cutlass.Constexpr, accs, block: Int32, part: Int32, count: Int32):
         cx, cfg = self.cx, self.cfg
         expert = cx.block_info[block] // 65536
-        count = cx.block_info[block] & 65535
         row = cx.block_row[block]
         per = n // 2
         channel = cx.wg * 64 + (cx.warp % 4) * 16 + cx.lane // 4
@@ -52,17 +52,18 @@ class SwapEpilogue:
         for v in cutlass.range_constexpr(per):
             value = self.activate(gate[v], up[v])
             if cutlass.const_expr(cfg.early):
-                value = value * cx.row_weight[row + cutlass.min((v // 4) * 8 + 2 * (cx.lane % 4) + v % 2, count - 1)]
+                value = value * cx.row_weight[row + cutlass.max(cutlass.min((v // 4) * 8 + 2 * (cx.lane % 4) + v % 2, count - 1), 0)]
             gate[v] = value
         if cutlass.const_expr(cfg.scaled):
             self.scale_mid(n, gate, row, count, part)
         elif cutlass.const_expr(cfg.elem == 1):
             mid = memory.ld_f32(cx.mid_static)
+            inverse = reciprocal(mid)
             for v in cutlass.range_constexpr(per):
-                gate[v] = gate[v] / mid
+                gate[v] = divide(gate[v], mid, inverse)
         target = cx.mid + (Int64(row) * cfg.intermediate + part * 128) * cfg.elem
         self.write_rows(n, gate, self.dtype, target, cfg.intermediate * cfg.elem, count, (cfg.intermediate - part * 128) * cfg.elem)
-        self.publish(cx.control + (cfg.tags + Int64(block * cfg.tiles1 + part) * 4))
+        self.publish(cx.control + (cfg.tags + Int64(block * cfg.tiles1 + part) * 4), count)
 
     @cute.jit
     def scale_mid(self, n: cutlass.Constexpr, value, row: Int32, count: Int32, part: Int32):
@@ -84,18 +85,18 @@ class SwapEpilogue:
             top = Float32(1e-10)
             for w in cutlass.range_constexpr(8):
                 top = cute.arch.fmax(top, cx.amax[col, w])
-            scale = top / 448.0
+            scale = divide(top, Float32(448.0), Float32(1.0 / 448.0))
+            inverse = reciprocal(scale)
             for r in cutlass.range_constexpr(2):
                 v = (i // 2) * 4 + i % 2 + 2 * r
-                value[v] = value[v] / scale
+                value[v] = divide(value[v], scale, inverse)
             if cx.warp == 0 and cx.lane < 4 and col < count:
                 memory.st_f32(cx.mid_scale + (Int64(part) * cfg.rows + row + col) * 4, scale)
 
     @cute.jit
-    def finish_fc2(self, n: cutlass.Constexpr, accs, block: Int32, part: Int32):
+    def finish_fc2(self, n: cutlass.Constexpr, accs, block: Int32, part: Int32, count: Int32):
         cx, cfg = self.cx, self.cfg
         expert = cx.block_info[block] // 65536
-        count = cx.block_info[block] & 65535
         row = cx.block_row[block]
         channel = cx.wg * 64 + (cx.warp % 4) * 16 + cx.lane // 4
         factor = Float32(1.0)
@@ -119,14 +120,14 @@ class SwapEpilogue:
             target = cx.stage + (Int64(row) * cfg.hidden + first) * 2
             self.write_rows(n, acc, BFloat16, target, cfg.hidden * 2, count, (cfg.hidden - first) * 2)
         self.math_barrier()
-        if cx.tidx == 0:
+        if cx.tidx == 0 and count > 0:
             memory.red_release(cx.bank + (layout.BANK_TILES + Int64(part) * 4), Int32(1))
 
     @cute.jit
     def write_rows(
         self, n: cutlass.Constexpr, value, dtype: cutlass.Constexpr, target: Int64, pitch: cutlass.Constexpr, count: Int32, width: Int32
     ):
-        """Round to `dtype`, transpose through shared memory: `count` token rows of 128 channels (at most `width` bytes), 16 bytes a store."""
+        """Round to `dtype` and transpose through shared memory: `count` token rows of 128 channels, at most `width` bytes each."""
         cx, cfg = self.cx, self.cfg
         size = dtype.width // 8
         cols = n if size == 1 else min(n, cfg.out_cols)
@@ -140,7 +141,9 @@ class SwapEpilogue:
         raw = cute.recast_tensor(rounded, Uint8) if size == 1 else rounded
         start = cx.out_bytes if size == 1 else cute.recast_ptr(cx.out_bytes, dtype=BFloat16)
         box = cute.make_tensor(start, cute.make_layout((cols, 128), stride=(line // size, 1)))
-        words = cute.make_tensor(cute.recast_ptr(cx.out_bytes, dtype=Int32), cute.make_layout((4, line // 16, cols), stride=(1, 4, line // 4)))
+        words = cute.make_tensor(
+            cute.recast_ptr(cx.out_bytes, dtype=Int32), cute.make_layout((4, line // 16, cols), stride=(1, 4, line // 4))
+        )
         lanes = 8 * size  # threads a row
         step = 256 // lanes
         for p in cutlass.range_constexpr(n // cols):

@@ -42,7 +42,7 @@ class SwapFeed:
                 for i in cutlass.range(n, unroll=1):
                     k = k0 + i
                     for half in cutlass.range_constexpr(2):
-                        if issued >= self.window():
+                        if issued >= cfg.window:
                             cute.arch.mbarrier_wait(cx.w_full + landed, landed_phase)
                             landed = landed + 1
                             if landed == cfg.stages:
@@ -62,9 +62,6 @@ class SwapFeed:
                             stage = Int32(0)
                             phase = phase ^ 1
                 unit = unit + n
-
-    def window(self):
-        return self.cfg.window
 
     def weight_boxes(self, fc, tile):
         """A tile's two boxes of 128 rows (gate and up of the same channels, or 256 neighbouring output columns), each by K block, and

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from megamoe.device import memory
 from megamoe_sm90._drop import swap_config as layout
 from megamoe_sm90._drop.swap_config import THREADS, SwapConfig
-from megamoe_sm90._drop.swap_ends import EARLY, SwapEnds
+from megamoe_sm90._drop.swap_ends import SwapEnds
 from megamoe_sm90._drop.swap_epilogue import DTYPES, SwapEpilogue
 from megamoe_sm90._drop.swap_feed import SwapFeed
 from megamoe_sm90._drop.swap_math import SwapMath
@@ -44,18 +44,46 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
 
     # ---------------------------------------------------------------- host side
     @cute.jit
-    def __call__(self, w13: Int64, w2: Int64, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64, topk_w: Int64,
-                 b13: Int64, b2: Int64, mid_static: Int64, control: Int64, xq: Int64, xs: Int64, partial: Int64, mid: Int64, mid_scale: Int64,
-                 stage: Int64, out: Int64, tokens: Int32, live: Int64, grid: Int32, deadline_ns: Int64, stream: cuda.CUstream):
+    def __call__(
+        self,
+        w13: Int64,
+        w2: Int64,
+        w13_scale: Int64,
+        w2_scale: Int64,
+        x: Int64,
+        x_scale: Int64,
+        ids: Int64,
+        topk_w: Int64,
+        b13: Int64,
+        b2: Int64,
+        mid_static: Int64,
+        control: Int64,
+        xq: Int64,
+        xs: Int64,
+        partial: Int64,
+        mid: Int64,
+        mid_scale: Int64,
+        stage: Int64,
+        out: Int64,
+        tokens: Int32,
+        live: Int64,
+        grid: Int32,
+        deadline_ns: Int64,
+        stream: cuda.CUstream,
+    ):
         """Addresses (0 where unused), then sizes. The arguments and their order are the native kernel's, with `partial` for `row_route`."""
         cfg = self.cfg
         e, h, i, rows, nt = cfg.experts, cfg.hidden, cfg.intermediate, cfg.rows, cfg.token_tile
 
         def matrix(address, dtype, m, k):
-            return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout((m, k), stride=(k, 1)))
+            return cute.make_tensor(
+                cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout((m, k), stride=(k, 1))
+            )
 
         def planes(address, k):
-            return cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout((rows, k), stride=(1, rows)))
+            return cute.make_tensor(
+                cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout((rows, k), stride=(1, rows))
+            )
 
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         lw = cute.tile_to_shape(atom, (128, cfg.bk, cfg.stages), order=(0, 1, 2))
@@ -99,17 +127,84 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             misc: cute.struct.MemRange[Int32, 4]
 
         self.storage = Storage
-        self.kernel(t13, g13, t2, g2, tx, gx, txs, gxs, tm, gm, tms, gms, lw, lt, ls, w13_scale, w2_scale, x, x_scale, ids, topk_w, b13, b2, mid_static,
-                    control, xq, xs, partial, mid, mid_scale, stage, out, tokens, live, Int32(deadline_ns >> 20)).launch(
-            grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+        self.kernel(
+            t13,
+            g13,
+            t2,
+            g2,
+            tx,
+            gx,
+            txs,
+            gxs,
+            tm,
+            gm,
+            tms,
+            gms,
+            lw,
+            lt,
+            ls,
+            w13_scale,
+            w2_scale,
+            x,
+            x_scale,
+            ids,
+            topk_w,
+            b13,
+            b2,
+            mid_static,
+            control,
+            xq,
+            xs,
+            partial,
+            mid,
+            mid_scale,
+            stage,
+            out,
+            tokens,
+            live,
+            Int32(deadline_ns >> 20),
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
 
     # ---------------------------------------------------------------- device side
     @cute.kernel
-    def kernel(self, t13: cute.CopyAtom, g13: cute.Tensor, t2: cute.CopyAtom, g2: cute.Tensor, tx: cute.CopyAtom, gx: cute.Tensor,
-               txs: cute.CopyAtom, gxs: cute.Tensor, tm: cute.CopyAtom, gm: cute.Tensor, tms: cute.CopyAtom, gms: cute.Tensor,
-               lw: cute.ComposedLayout, lt: cute.ComposedLayout, ls: cute.Layout, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64,
-               topk_w: Int64, b13: Int64, b2: Int64, mid_static: Int64, control: Int64, xq: Int64, xs: Int64, partial: Int64, mid: Int64,
-               mid_scale: Int64, stage: Int64, out: Int64, tokens: Int32, live: Int64, deadline: Int32):
+    def kernel(
+        self,
+        t13: cute.CopyAtom,
+        g13: cute.Tensor,
+        t2: cute.CopyAtom,
+        g2: cute.Tensor,
+        tx: cute.CopyAtom,
+        gx: cute.Tensor,
+        txs: cute.CopyAtom,
+        gxs: cute.Tensor,
+        tm: cute.CopyAtom,
+        gm: cute.Tensor,
+        tms: cute.CopyAtom,
+        gms: cute.Tensor,
+        lw: cute.ComposedLayout,
+        lt: cute.ComposedLayout,
+        ls: cute.Layout,
+        w13_scale: Int64,
+        w2_scale: Int64,
+        x: Int64,
+        x_scale: Int64,
+        ids: Int64,
+        topk_w: Int64,
+        b13: Int64,
+        b2: Int64,
+        mid_static: Int64,
+        control: Int64,
+        xq: Int64,
+        xs: Int64,
+        partial: Int64,
+        mid: Int64,
+        mid_scale: Int64,
+        stage: Int64,
+        out: Int64,
+        tokens: Int32,
+        live: Int64,
+        deadline: Int32,
+    ):
         cfg = self.cfg
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
@@ -122,20 +217,63 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         ring = cute.recast_ptr(cute.recast_ptr(st.w.data_ptr(), dtype=Uint8), dtype=Int32)
         cx = self.cx
         cx.set(
-            tidx=tidx, cta=bidx, grid=gdim, warp=warp, wg=wg, lane=lane, deadline=deadline, control=control, ids=ids, topk_w=topk_w, b13=b13, b2=b2,
-            w13_scale=w13_scale, w2_scale=w2_scale, x=x, x_scale=x_scale, mid_static=mid_static, out=out,
-            xq=xq, xs=xs, mid=mid, mid_scale=mid_scale, stage=stage, partial=partial,
-            tma_w13=t13, g_w13=g13, tma_w2=t2, g_w2=g2, tma_x=tx, g_x=gx, tma_xs=txs, g_xs=gxs, tma_m=tm, g_m=gm, tma_ms=tms, g_ms=gms,
-            s_w=st.w.get_tensor(lw.outer, swizzle=lw.inner), s_t=st.t.get_tensor(lt.outer, swizzle=lt.inner),
-            s_ts=st.ts.get_tensor(ls) if cfg.scaled else None, s_ws=st.ws.get_tensor(cute.make_layout(cfg.stages)), out_bytes=st.out.data_ptr(),
+            tidx=tidx,
+            cta=bidx,
+            grid=gdim,
+            warp=warp,
+            wg=wg,
+            lane=lane,
+            deadline=deadline,
+            control=control,
+            ids=ids,
+            topk_w=topk_w,
+            b13=b13,
+            b2=b2,
+            w13_scale=w13_scale,
+            w2_scale=w2_scale,
+            x=x,
+            x_scale=x_scale,
+            mid_static=mid_static,
+            out=out,
+            xq=xq,
+            xs=xs,
+            mid=mid,
+            mid_scale=mid_scale,
+            stage=stage,
+            partial=partial,
+            tma_w13=t13,
+            g_w13=g13,
+            tma_w2=t2,
+            g_w2=g2,
+            tma_x=tx,
+            g_x=gx,
+            tma_xs=txs,
+            g_xs=gxs,
+            tma_m=tm,
+            g_m=gm,
+            tma_ms=tms,
+            g_ms=gms,
+            s_w=st.w.get_tensor(lw.outer, swizzle=lw.inner),
+            s_t=st.t.get_tensor(lt.outer, swizzle=lt.inner),
+            s_ts=st.ts.get_tensor(ls) if cfg.scaled else None,
+            s_ws=st.ws.get_tensor(cute.make_layout(cfg.stages)),
+            out_bytes=st.out.data_ptr(),
             amax=st.amax.get_tensor(cute.make_layout((cfg.token_tile, 8), stride=(8, 1))),
-            w_full=st.w_full.data_ptr(), w_empty=st.w_empty.data_ptr(), t_full=st.t_full.data_ptr(), t_empty=st.t_empty.data_ptr(),
-            route=st.route.get_tensor(cute.make_layout(cfg.routes)), sums=st.sums.get_tensor(cute.make_layout(THREADS // 32)),
-            base=st.base.get_tensor(cute.make_layout(cfg.experts)), block_info=st.block_info.get_tensor(cute.make_layout(cfg.blocks)),
+            w_full=st.w_full.data_ptr(),
+            w_empty=st.w_empty.data_ptr(),
+            t_full=st.t_full.data_ptr(),
+            t_empty=st.t_empty.data_ptr(),
+            route=st.route.get_tensor(cute.make_layout(cfg.routes)),
+            sums=st.sums.get_tensor(cute.make_layout(THREADS // 32)),
+            base=st.base.get_tensor(cute.make_layout(cfg.experts)),
+            block_info=st.block_info.get_tensor(cute.make_layout(cfg.blocks)),
             block_row=st.block_row.get_tensor(cute.make_layout(cfg.blocks)),
-            row_weight=st.row_weight.get_tensor(cute.make_layout(cfg.rows)) if cfg.early else None, misc=s_misc, mma={},
+            row_weight=st.row_weight.get_tensor(cute.make_layout(cfg.rows)) if cfg.early else None,
+            misc=s_misc,
+            mma={},
             bits=cute.make_tensor(ring, cute.make_layout(cfg.bitmap_words)),
-            ranks=cute.make_tensor(ring + cfg.bitmap_words, cute.make_layout(cfg.bitmap_words)))
+            ranks=cute.make_tensor(ring + cfg.bitmap_words, cute.make_layout(cfg.bitmap_words)),
+        )
 
         if live != 0:
             tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
@@ -155,15 +293,20 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
                     cute.arch.mbarrier_init(cx.t_empty + s, MATH_WARPS)
             cute.arch.mbarrier_init_fence()
         cx.set(tokens=tokens, pieces=tokens * (-(-cfg.hidden // 512)))
-        cx.set(early=[cute.make_rmem_tensor(cute.make_layout(2 * self.piece_words()), Int32) for _ in range(EARLY)])
+        cx.set(early=cute.make_rmem_tensor(cute.make_layout(self.piece_words()), Int32))
         if warp < MATH_WARPS:
-            self.load_first_pieces()
+            self.load_first_piece()
         self.build_routing(routes)
 
         blocks = s_misc[0]
         epoch = s_misc[1]
-        cx.set(blocks=blocks, units1=blocks * (cfg.tiles1 * cfg.k1), units2=blocks * (cfg.tiles2 * cfg.k2), tag=epoch + 1,
-               bank=control + layout.BANKS + Int64(epoch & 1) * cfg.bank_bytes)
+        cx.set(
+            blocks=blocks,
+            units1=blocks * (cfg.tiles1 * cfg.k1),
+            units2=blocks * (cfg.tiles2 * cfg.k2),
+            tag=epoch + 1,
+            bank=control + layout.BANKS + Int64(epoch & 1) * cfg.bank_bytes,
+        )
         self.bind_mma()
         # setmaxnreg takes effect only where each role is one branch of a single if / else.
         if wg == 2:

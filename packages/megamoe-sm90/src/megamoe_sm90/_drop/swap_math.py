@@ -1,7 +1,9 @@
 """Math of the swap order: 2 x 64 weight rows x a block of tokens a warpgroup and step, and the stream-K sums of tiles that span CTAs.
 
-A tile is 256 weight rows in two halves of 128: FC1 gate and up of 128 channels, FC2 256 output columns. A warpgroup has 64 rows of each half.
-A result fragment: value 4 j + 2 r + c of a thread is row 16 * (warp % 4) + lane / 4 + 8 r of the warpgroup's 64, token 8 j + 2 (lane % 4) + c.
+A tile is 256 weight rows in two halves of 128: FC1 gate and up of 128 channels, FC2 256 output columns. A warpgroup has 64 rows of each
+half. A result fragment: value 4 j + 2 r + c of a thread is row 16 * (warp % 4) + lane / 4 + 8 r of the warpgroup's 64 and token
+8 j + 2 (lane % 4) + c.
+
 The loop is bound by the weight stream (about 850 cycles for 128 rows x 128 bytes of K), a step takes a part of that, so every K block
 drains before the next one: simple, and nothing is in flight over a loop's back edge.
 """
@@ -71,26 +73,49 @@ class SwapMath:
         units = cx.units1 if fc == 0 else cx.units2
         unit = self.span(units, cx.cta)
         last = self.span(units, cx.cta + 1)
+        # The first pass has no K blocks and stores nothing: it brings the code of the epilogue into the instruction cache while math has
+        # nothing to do yet, instead of when all other CTAs wait for this one's result.
+        rehearsal = Int32(1)
         while unit < last:
             tile = unit // kt
             k0 = unit - tile * kt
             blocks = cutlass.min(kt - k0, last - unit)
+            end = (tile + 1) * kt
             block, part = self.split_tile(fc, tile)
             count = cx.block_info[block] & 65535
+            stored = count
+            if rehearsal != 0:
+                k0, blocks, end, stored = Int32(0), Int32(0), Int32(0), Int32(0)
+                rehearsal = Int32(0)
             below = 0
             for n in cfg.widths:
                 if count > below and count <= n:
                     w_stage, w_phase, t_stage, t_phase = self.run_tile(
-                        fc, n, block, part, k0, blocks, units, last, (tile + 1) * kt, w_stage, w_phase, t_stage, t_phase
+                        fc, n, block, part, stored, k0, blocks, units, last, end, w_stage, w_phase, t_stage, t_phase
                     )
                 below = n
             unit = unit + blocks
         return w_stage, w_phase, t_stage, t_phase
 
     @cute.jit
-    def run_tile(self, fc: cutlass.Constexpr, n: cutlass.Constexpr, block: Int32, part: Int32, k0: Int32, blocks: Int32, units: Int32, last: Int32,
-                 end: Int32, w_stage: Int32, w_phase: Int32, t_stage: Int32, t_phase: Int32):
-        """K blocks k0 .. k0 + blocks of one tile with at most `n` tokens, then its partial sum or its epilogue."""
+    def run_tile(
+        self,
+        fc: cutlass.Constexpr,
+        n: cutlass.Constexpr,
+        block: Int32,
+        part: Int32,
+        count: Int32,
+        k0: Int32,
+        blocks: Int32,
+        units: Int32,
+        last: Int32,
+        end: Int32,
+        w_stage: Int32,
+        w_phase: Int32,
+        t_stage: Int32,
+        t_phase: Int32,
+    ):
+        """K blocks k0 .. k0 + blocks of a tile with `count` <= `n` tokens, whose units end at `end`; then its partial sum or epilogue."""
         cx, cfg = self.cx, self.cfg
         shape = cx.mma[n][4]
         accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
@@ -141,9 +166,9 @@ class SwapMath:
             if last < end:
                 self.collect_partials(fc, n, accs, units, last, end)
             if cutlass.const_expr(fc == 0):
-                self.finish_fc1(n, accs, block, part)
+                self.finish_fc1(n, accs, block, part, count)
             else:
-                self.finish_fc2(n, accs, block, part)
+                self.finish_fc2(n, accs, block, part, count)
         return w_stage, w_phase, t_stage, t_phase
 
     # ------------------------------------------------------------ stream-K
@@ -162,7 +187,7 @@ class SwapMath:
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(n // 8):
                 memory.st_v4(at + (half * (n // 8) + i) * 4096, *[accs[half][4 * i + x] for x in range(4)])
-        self.publish(self.partial_tag(fc, self.cx.cta))
+        self.publish(self.partial_tag(fc, self.cx.cta), Int32(1))
 
     @cute.jit
     def collect_partials(self, fc: cutlass.Constexpr, n: cutlass.Constexpr, accs, units: Int32, last: Int32, end: Int32):
@@ -194,8 +219,8 @@ class SwapMath:
                 acc[first + x] = acc[first + x] + four[x]
 
     @cute.jit
-    def publish(self, tag: Int64):
-        """All math threads have written; readers that acquire the tag see it."""
+    def publish(self, tag: Int64, count: Int32):
+        """All math threads have written (if there is a `count`); readers that acquire the tag see it."""
         self.math_barrier()
-        if self.cx.tidx == 0:
+        if self.cx.tidx == 0 and count > 0:
             memory.st_release(tag, self.cx.tag)

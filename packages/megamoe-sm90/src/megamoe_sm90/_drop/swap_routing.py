@@ -1,7 +1,7 @@
 """Routing of a few thousand routes, done by every CTA for itself in shared memory: no grid-wide step before the first weight load.
 
-A bitmap says which routes each expert has: setting bits commutes, so every CTA gets the same ranks (route order) whatever order its threads run in.
-The bitmap lies in the weight ring, which is not in use yet.
+A bitmap says which routes each expert has: setting bits commutes, so every CTA gets the same ranks (route order) whatever order its
+threads run in. The bitmap lies in the weight ring, which is not in use yet.
 """
 
 import cutlass
