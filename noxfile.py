@@ -245,7 +245,7 @@ def compile_python(session: nox.Session) -> None:
     other = _other_python()
     if other is None:
         session.skip("needs a second Python of 3.11 or newer; found none of " + ", ".join(f"python{v}" for v in OTHER_PYTHONS))
-    folder = Path(session.create_tmp()) / "other"
+    folder = Path(session.create_tmp()).resolve() / "other"
     session.run(other, "-m", "venv", "--clear", str(folder), external=True)
     wheel = _dist(session, "megamoe-core")
     session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps", wheel, external=True)

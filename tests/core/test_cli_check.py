@@ -1,6 +1,7 @@
 """`megamoe check`: passes what is right, finds what is wrong, and says what it could not try."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,9 @@ from megamoe.cli import check, codes, main
 from megamoe.formats import FORMATS, fp8_block128
 from megamoe.protocol import BackendSpec, Reason
 from megamoe.reference import SPEC, arithmetic
+from megamoe.reference.backend import ReferenceBackend
+
+from .drop_trees import PACKAGES, PLAIN, edit, make_wheel, write_tree
 
 
 def findings(capsys, *arguments):
@@ -99,7 +103,6 @@ def test_a_backend_that_cannot_be_created_fails_in_its_import(capsys, installed,
 
 def test_compile_goes_through_the_requests_of_the_plan(monkeypatch):
     from megamoe.compile import obtain as obtaining
-    from megamoe.reference.backend import ReferenceBackend
 
     class Precompiling(ReferenceBackend):
         def kernels(self, plan, arch=None):
@@ -124,3 +127,24 @@ def test_unknown_names_are_usage_errors(capsys):
     error = capsys.readouterr().err
     assert "fp8_block128" in error
     assert "No backend named 'sm35'" in error
+
+
+def test_a_kernel_file_edited_by_hand_is_found(capsys, installed, monkeypatch, tmp_path):
+    from megamoe.drop import locate
+    from megamoe.drop.update import update
+
+    spec = replace(GPU, factory="acme_kernels.backend:Backend")
+    installed(Record("gpu", "unavailable", (Reason("no such GPU"),), spec))
+    monkeypatch.setattr(select, "load_backend", lambda name: ReferenceBackend())
+    wheel = make_wheel(tmp_path)
+    update(wheel, write_tree(tmp_path / "source", PLAIN), PACKAGES)
+    (wheel / "shim").mkdir()
+    (wheel / "shim" / "__init__.py").touch()
+    (wheel / "shim" / "contract.toml").write_text("schema = 1\n")
+    monkeypatch.setattr(locate, "installed_drops", lambda: [wheel])
+    assert findings(capsys)[1]["gpu", "drop", ""]["detail"].startswith("7 kernel files, verbatim; ")
+    edit(wheel / "_drop" / "common" / "constants.py", b"BLOCK = 32", b"BLOCK = 64")
+    code, found, _ = findings(capsys)
+    assert code == codes.FAILED
+    assert found["gpu", "drop", ""]["result"] == "failed"
+    assert "constants.py" in found["gpu", "drop", ""]["detail"]
