@@ -97,3 +97,36 @@ class PeerAborted(MegaMoEError):
 
 class DropError(MegaMoEError):
     """A kernel drop could not be taken in, proved or given back; nothing was changed on disk."""
+
+
+class EmulationError(MegaMoEError):
+    """Blackwell code cannot be emulated here: no tool, no such instruction, or text that is not PTX."""
+
+
+class UnsupportedInstruction(EmulationError):
+    """The emulation has no replacement for an instruction. Raised before anything is launched.
+
+    Attributes:
+        instruction: as written.
+        line: its 1-based line in the PTX.
+    """
+
+    def __init__(self, instruction: str, line: int, reason: str) -> None:
+        self.instruction, self.line = instruction, line
+        super().__init__(
+            f"Line {line} of the PTX cannot be emulated: {instruction} ({reason}).",
+            hint="the table of docs/emulation.md lists what can; use one of those forms or test this kernel on its real GPU",
+        )
+
+
+class EmulationFault(EmulationError):
+    """An emulated kernel did what the real architecture forbids or leaves undefined, or waited past its deadline.
+
+    Attributes:
+        code: name of the check that failed.
+        line: 1-based line of the instruction in the kernel's PTX; 0 when it is not about one instruction.
+    """
+
+    def __init__(self, message: str, *, code: str, line: int) -> None:
+        self.code, self.line = code, line
+        super().__init__(message)

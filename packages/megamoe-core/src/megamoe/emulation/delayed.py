@@ -1,0 +1,106 @@
+"""Delayed mode for what has no queue on the device: registers of tcgen05.ld and st, and bulk stores.
+
+A site keeps its operands in registers of its own and a predicate that says whether it is pending. It takes effect at the next wait that the
+same thread runs, wherever that is; until then loaded registers hold NaN and stored bytes have not moved. A missing wait shows every time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megamoe.emulation.emit import Code, Names
+from megamoe.emulation.ptx import Instruction
+from megamoe.emulation.table import tmem_access, tmem_base
+
+_BULK_STORE = re.compile(r"cp\.(reduce\.)?async\.bulk(\.tensor\.\dd)?\.global\.shared::cta\..*bulk_group.*")
+_ACCESS = re.compile(r"tcgen05\.(?P<what>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.x\d+\.b32")
+
+
+@dataclass
+class _Site:
+    """One instruction that takes effect later: its predicate, and lines that make it happen."""
+
+    pending: str
+    happen: list[str]
+
+
+@dataclass
+class Later:
+    """The delayed sites of one kernel. All sites must be added before the first wait is written."""
+
+    names: Names
+    loads: list[_Site] = field(default_factory=list)
+    stores: list[_Site] = field(default_factory=list)
+    bulk: list[_Site] = field(default_factory=list)
+
+    @staticmethod
+    def delays(instruction: Instruction) -> bool:
+        """Whether the instruction is one of those that are delayed here."""
+        return bool(_ACCESS.fullmatch(instruction.opcode) or _BULK_STORE.fullmatch(instruction.opcode))
+
+    def add(self, instruction: Instruction) -> list[str]:
+        """The code at the place of a delayed instruction."""
+        access = _ACCESS.fullmatch(instruction.opcode)
+        return self._access(instruction, access) if access else self._bulk_store(instruction)
+
+    def _access(self, instruction: Instruction, match: re.Match[str]) -> list[str]:
+        lines, base, registers = tmem_base(instruction, match["shape"], self.names)
+        shadows = [self.names.register("b32") for _ in registers]
+        site, code = _Site(self.names.register("pred"), []), Code(self.names, lines)
+        if match["what"] == "ld":
+            code(*tmem_access(instruction, match["shape"], self.names, shadows, base))
+            code(*(f"mov.b32 {register}, -1;" for register in registers))
+            site.happen = [f"@{site.pending} mov.b32 {register}, {shadow};" for register, shadow in zip(registers, shadows, strict=True)]
+            self.loads.append(site)
+        else:
+            kept = self.names.register("b64")
+            code(f"mov.b64 {kept}, {base};", *(f"mov.b32 {s}, {r};" for r, s in zip(registers, shadows, strict=True)))
+            skipped = Code(self.names)(f"not.pred {(nothing := self.names.register('pred'))}, {site.pending};")
+            skipped.unless(nothing, tmem_access(instruction, match["shape"], self.names, shadows, kept))
+            site.happen = skipped.lines
+            self.stores.append(site)
+        return code(f"setp.eq.u32 {site.pending}, 0, 0;").lines
+
+    def _bulk_store(self, instruction: Instruction) -> list[str]:
+        site, code = _Site(self.names.register("pred"), []), Code(self.names)
+        operands = []
+        for operand in instruction.operands:
+            kept = operand
+            for name in dict.fromkeys(re.findall(r"%\w+", operand)):
+                shadow = self.names.register("b64" if name.startswith("%rd") else "b32")
+                code(f"mov.{'b64' if name.startswith('%rd') else 'b32'} {shadow}, {name};")
+                kept = re.sub(rf"{re.escape(name)}\b", shadow, kept)
+            operands.append(kept)
+        nothing = self.names.register("pred")
+        later = Code(self.names)(f"not.pred {nothing}, {site.pending};")
+        later.unless(nothing, [f"{instruction.opcode} {', '.join(operands)};"])
+        site.happen = later.lines
+        self.bulk.append(site)
+        return code(f"setp.eq.u32 {site.pending}, 0, 0;").lines
+
+    def wait(self, instruction: Instruction) -> list[str] | None:
+        """What a wait brings about before (or instead of) itself; ``None`` for instructions that wait for nothing of these."""
+        if instruction.opcode.startswith("tcgen05.wait::ld"):
+            return list(self._happen(self.loads))
+        if instruction.opcode.startswith("tcgen05.wait::st"):
+            return [*self._happen(self.stores), "bar.warp.sync -1;"]
+        if instruction.opcode.startswith("cp.async.bulk.wait_group"):
+            return [*self._happen(self.bulk), "cp.async.bulk.commit_group;", f"{instruction.opcode} 0;"]
+        return None
+
+    def leave(self) -> list[str]:
+        """What still happens when a thread ends."""
+        return [*self._happen(self.bulk), "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;"] if self.bulk else []
+
+    def begin(self) -> list[str]:
+        """Lines at the kernel's start: nothing is pending."""
+        return [f"setp.ne.u32 {site.pending}, 0, 0;" for site in (*self.loads, *self.stores, *self.bulk)]
+
+    def _happen(self, sites: list[_Site]) -> Iterator[str]:
+        for site in sites:
+            yield "{"  # labels of its own: the same lines stand at every wait
+            yield from site.happen
+            yield "}"
+            yield f"setp.ne.u32 {site.pending}, 0, 0;"
