@@ -8,10 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from megamoe.device import memory
-from megamoe_sm90._drop.swap_config import STICKY, THREADS
+from megamoe.device import deadline, memory
+from megamoe_sm90._drop.swap_config import THREADS
 
-STICKY_BAD_ID = 1
 BATCH = 4  # ids in flight per thread
 
 
@@ -36,7 +35,7 @@ class SwapRouting:
                     inside = expert >= 0 and expert < cfg.experts
                     route[r] = Int32(cutlass.select_(inside, Int32(expert), Int32(-1)))
                     if expert < -1 or expert >= cfg.experts:
-                        memory.red_or(cx.control + STICKY, Int32(STICKY_BAD_ID))
+                        deadline.bad_id(cx.control)
             first = first + BATCH * THREADS
 
     @cute.jit
