@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megamoe.device.regions import BANKS, round_up
+
 FORMATS = ("fp8_block128", "fp8_tensor", "fp8_tensor_e5m2", "bf16")
 TOKEN_TILES = (8, 16, 32, 64, 128)
 SMEM_LIMIT = 232448
@@ -9,19 +11,12 @@ THREADS = 384
 STAGE_BYTES = 128 * 128
 """One ring stage: 128 weight rows of 128 bytes of K."""
 
-# Byte offsets in the control block. The first four words and the record are laid out as in the native kernel.
-EPOCH, STARTED, ABORT, STICKY = 0, 4, 8, 12
-RECORD = 64
-BANKS = 256
+# The control block begins as megamoe.device.regions says; banks and what follows are this kernel's own.
 BANK_TILES = 128
 """Inside a bank: word 0 counts quantized pieces of activations, words from here on the FC2 tiles done of each block of 256 columns."""
 
 # Wait sites in the error record.
 SITE_ACTIVATIONS, SITE_MID, SITE_PARTIAL, SITE_ROWS = 11, 12, 13, 14
-
-
-def _up(value: int, to: int) -> int:
-    return (value + to - 1) // to * to
 
 
 @dataclass(frozen=True)
@@ -147,7 +142,7 @@ class SwapConfig:
     @property
     def rows(self) -> int:
         """Pool rows: every expert starts at a multiple of 8."""
-        return _up(self.routes + 7 * min(self.experts, self.routes), 8)
+        return round_up(self.routes + 7 * min(self.experts, self.routes), 8)
 
     @property
     def blocks(self) -> int:
@@ -188,7 +183,7 @@ class SwapConfig:
     # ------------------------------------------------------------ global memory
     @property
     def bank_bytes(self) -> int:
-        return _up(BANK_TILES + 4 * self.tiles2, 128)
+        return round_up(BANK_TILES + 4 * self.tiles2, 128)
 
     @property
     def tags(self) -> int:
@@ -197,7 +192,7 @@ class SwapConfig:
 
     def control_bytes(self, ctas: int) -> int:
         """Zeroed once by the host, and again after an abort. Variants of one problem may share one block (the largest)."""
-        return _up(self.tags + 4 * self.blocks * self.tiles1 + 8 * ctas, 256)
+        return round_up(self.tags + 4 * self.blocks * self.tiles1 + 8 * ctas, 256)
 
     @property
     def partial_bytes(self) -> int:
@@ -217,11 +212,11 @@ class SwapConfig:
         regions, at = {}, 0
         for name, size in sizes.items():
             regions[name] = (at, size)
-            at += _up(size, 256)
+            at += round_up(size, 256)
         return regions
 
     def scratch_bytes(self, ctas: int) -> int:
-        return sum(_up(size, 256) for _, size in self.scratch_regions(ctas).values())
+        return sum(round_up(size, 256) for _, size in self.scratch_regions(ctas).values())
 
     @property
     def shared_bytes(self) -> int:

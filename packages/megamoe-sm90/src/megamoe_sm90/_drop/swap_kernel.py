@@ -14,8 +14,7 @@ import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from megamoe.device import memory
-from megamoe_sm90._drop import swap_config as layout
+from megamoe.device import memory, regions
 from megamoe_sm90._drop.swap_config import THREADS, SwapConfig
 from megamoe_sm90._drop.swap_ends import SwapEnds
 from megamoe_sm90._drop.swap_epilogue import DTYPES, SwapEpilogue
@@ -279,7 +278,7 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
         routes = tokens * cfg.top_k
         if tidx == 32 * EPOCH_WARP:
-            s_misc[1] = memory.ld_relaxed(control + layout.EPOCH)
+            s_misc[1] = memory.ld_relaxed(control + regions.EPOCH)
         if warp == WEIGHT_WARP:
             for atom in (t13, t2, tx, tm) + ((txs, tms) if cfg.scaled else ()):
                 cpasync.prefetch_descriptor(atom)
@@ -305,7 +304,7 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             units1=blocks * (cfg.tiles1 * cfg.k1),
             units2=blocks * (cfg.tiles2 * cfg.k2),
             tag=epoch + 1,
-            bank=control + layout.BANKS + Int64(epoch & 1) * cfg.bank_bytes,
+            bank=control + regions.BANKS + Int64(epoch & 1) * cfg.bank_bytes,
         )
         self.bind_mma()
         # setmaxnreg takes effect only where each role is one branch of a single if / else.
@@ -332,14 +331,14 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         """All CTAs have read the epoch when the last one arrives here, which then advances it for the next launch."""
         cx = self.cx
         if cx.lane == 0:
-            if memory.add_acq_rel(cx.control + layout.STARTED, Int32(1)) == cx.grid - 1:
-                memory.st_i32(cx.control + layout.STARTED, Int32(0))
-                memory.st_i32(cx.control + layout.EPOCH, epoch + 1)
+            if memory.add_acq_rel(cx.control + regions.EXITS, Int32(1)) == cx.grid - 1:
+                memory.st_i32(cx.control + regions.EXITS, Int32(0))
+                memory.st_i32(cx.control + regions.EPOCH, epoch + 1)
 
     @cute.jit
     def clear_next_bank(self, epoch: Int32, lane: Int32):
         """CTA 0: the bank of the next launch, which nobody touches during this one."""
-        base = self.cx.control + layout.BANKS + Int64((epoch + 1) & 1) * self.cfg.bank_bytes
+        base = self.cx.control + regions.BANKS + Int64((epoch + 1) & 1) * self.cfg.bank_bytes
         i = self.cx.cta * 32 + lane
         while i < self.cfg.bank_bytes // 4:
             memory.st_i32(base + Int64(i) * 4, Int32(0))

@@ -19,7 +19,7 @@ class SwapRouting:
 
     @cute.jit
     def load_ids(self, routes: Int32):
-        """topk_ids into shared memory; an id outside [0, experts) becomes -1, and one other than -1 sets the sticky word."""
+        """topk_ids into shared memory; an id outside [0, experts) becomes -1, and one other than -1 is reported (by one CTA)."""
         cx, cfg = self.cx, self.cfg
         route = cx.route
         first = cx.tidx
