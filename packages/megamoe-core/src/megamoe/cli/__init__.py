@@ -50,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = int(args.run(args))
         sys.stdout.flush()  # here, where a reader that has gone is expected; short output has been in the buffer until now
-        return code
     except MegaMoEError as error:
         Output.of(args).error(error, command=args.command)
         return codes.of_error(error)
@@ -60,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone. Python would complain again while flushing at exit, so hand it an open sink.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return codes.FAILED
+    return code
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
