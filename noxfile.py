@@ -37,7 +37,7 @@ LIGHT = ("importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.
 RUFF = "ruff==0.17.6"  # pinned: its rules and its formatting change between releases
 MYPY = "mypy==2.4.1"
 
-OTHER_PYTHONS = tuple(f"3.{minor}" for minor in range(11, 16) if minor != sys.version_info.minor)
+OTHER_PYTHONS = tuple(f"3.{minor}" for minor in range(11, 15) if minor != sys.version_info.minor)
 
 # Threads of several test processes would fight over two cores.
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
