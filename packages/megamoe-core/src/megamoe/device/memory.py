@@ -107,9 +107,9 @@ def shared_increment(pointer):
     arch.inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[pointer])
 
 
-def copy_16(shared, address):
-    """cp.async of 16 bytes, past L1."""
-    arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[shared, address])
+def copy_16(shared, address, size=16):
+    """cp.async of 16 bytes, past L1; only the first `size` are read, the rest becomes zero."""
+    arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[shared, address, size])
 
 
 def copy_4(shared, address):

@@ -20,8 +20,7 @@ THREADS = 384
 class NativeConfig:
     """One compiled kernel.
 
-    limit: None for no clamp. stream_weights: weights leave L2 first, for batches in which few row blocks read each. unroll, stages: None to derive
-    them from the shape.
+    limit: None for no clamp. rows: how rows of x reach the tiles, see ROWS. unroll, stages: None to derive them from the shape.
     """
 
     fmt: str
@@ -39,7 +38,6 @@ class NativeConfig:
     ids64: bool = False
     tile_m: int = 128
     rows: str = "gather"
-    stream_weights: bool = False
     stages: int | None = None
     unroll: int | None = None
     sms: int = 132
@@ -75,6 +73,11 @@ class NativeConfig:
         return 2 if self.fmt == "bf16" else 1
 
     @property
+    def stream_weights(self) -> bool:
+        """Weights leave L2 first: gathering kernels run where few row blocks read each weight, and rows should stay."""
+        return self.rows == "gather"
+
+    @property
     def quantize(self) -> bool:
         return self.act_bf16 and self.fmt != "bf16"
 
@@ -106,7 +109,12 @@ class NativeConfig:
         """K blocks a loop iteration: divides both loops."""
         if self.unroll is not None:
             return self.unroll
-        return max(u for u in (1, 2, 4) if self.kb1 % u == 0 and self.kb2 % u == 0)
+        return max(u for u in (1, 2, 3, 4, 5) if self.kb1 % u == 0 and self.kb2 % u == 0)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a math and of a producer thread: two temporaries beside 128 accumulators leave the producers the least there is."""
+        return (232, 40) if self.block_scales and self.tile_m == 128 else (208, 80)
 
     @property
     def scale_words(self) -> int:
@@ -143,7 +151,7 @@ class NativeConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, an upper bound."""
-        return self.fixed_bytes + self.num_stages * self.stage_bytes
+        return self.fixed_bytes + self.num_stages * self.stage_bytes + self.move_slots * self.row_bytes
 
     @property
     def group(self) -> int:

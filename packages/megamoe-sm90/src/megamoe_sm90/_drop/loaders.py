@@ -20,6 +20,11 @@ class Loaders:
     def slot_words(self):
         return WORDS + self.c.tile_m
 
+    @property
+    def partial_k(self):
+        """Whether rows of x or mid end in the middle of a 128-byte line."""
+        return (self.c.hidden * self.c.element) % ROW_BYTES != 0 or (self.c.intermediate * self.c.element) % ROW_BYTES != 0
+
     def _advance(self, index, phase, size):
         """Next (index, phase) of a ring, without a branch."""
         wrap = Int32(index == size - 1)
@@ -210,17 +215,23 @@ class Loaders:
                     scale_at[i] = position * by_row
                 cute.arch.sync_warp()
                 src = src + chunk * 16
+                # A row may end in the middle of its last K block: zeros follow, as TMA gives them for the weights.
+                left = stride - chunk
                 for kb in cutlass.range(blocks, unroll=1):
                     cute.arch.mbarrier_wait(empty + stage, phase)
+                    size = 16
+                    if cutlass.const_expr(self.partial_k):
+                        size = 16 * Int32(left > 0)
+                        left = left - ROW_BYTES // 16
                     at_even, at_odd = even + stage * (c.tile_m * ROW_BYTES), odd + stage * (c.tile_m * ROW_BYTES)
                     for m in cutlass.range_constexpr(half // 16):
                         # Sixteen rows: the last group may copy rows that are not in use, from the block's first row.
                         if 16 * m < mine:
                             at4 = memory.shared_v4(starts + 16 * m)
-                            memory.copy_16(at_even + 16 * m * ROW_BYTES, src + memory.unsigned(at4[0]) * 16)
-                            memory.copy_16(at_odd + 16 * m * ROW_BYTES, src + memory.unsigned(at4[1]) * 16)
-                            memory.copy_16(at_even + (16 * m + 8) * ROW_BYTES, src + memory.unsigned(at4[2]) * 16)
-                            memory.copy_16(at_odd + (16 * m + 8) * ROW_BYTES, src + memory.unsigned(at4[3]) * 16)
+                            memory.copy_16(at_even + 16 * m * ROW_BYTES, src + memory.unsigned(at4[0]) * 16, size)
+                            memory.copy_16(at_odd + 16 * m * ROW_BYTES, src + memory.unsigned(at4[1]) * 16, size)
+                            memory.copy_16(at_even + (16 * m + 8) * ROW_BYTES, src + memory.unsigned(at4[2]) * 16, size)
+                            memory.copy_16(at_odd + (16 * m + 8) * ROW_BYTES, src + memory.unsigned(at4[3]) * 16, size)
                     if cutlass.const_expr(c.block_scales):
                         s_stage = s_addr + stage * (c.scale_words * 4) + (first + lane) * 4
                         for i in cutlass.range_constexpr(half // 32):

@@ -1,7 +1,7 @@
 """The fused MoE layer of one rank in native order: tokens on M, 256 weight rows on N, one persistent launch.
 
-Roles of a CTA (384 threads, one per SM): two math warpgroups (240 registers) and a producer warpgroup (24) with the weight loader,
-the scheduler and two row loaders. The math warpgroups first quantize activations and write the row lists of the CTA's experts; the
+Roles of a CTA (384 threads, one per SM): two math warpgroups and a producer warpgroup with the weight loader, the scheduler and two row
+loaders (or one, and the dispatch warp that fills the pool). The math warpgroups first quantize activations and write the row lists of the CTA's experts; the
 weight loader streams meanwhile. See loaders.py, mathloop.py, epilogue.py and megamoe.device for the parts.
 """
 
@@ -153,7 +153,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
 
         # setmaxnreg takes effect only where each role is one branch of a single if / else.
         if wg == 2:
-            cute.arch.setmaxregister_decrease(24)
+            cute.arch.setmaxregister_decrease(c.registers[1])
             if warp == MATH_WARPS:
                 self.load_weights(t13, g13, t2, g2, sBh, full, empty, ring, tfull, tempty, lane)
             elif warp == MATH_WARPS + 1:
@@ -184,7 +184,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                             epoch, bidx, grid, wait_ms, lane,
                         )
         else:
-            cute.arch.setmaxregister_increase(240)
+            cute.arch.setmaxregister_increase(c.registers[0])
             launch.clear_next_bank(control, epoch, bank_bytes, bidx * MATH_THREADS + tidx, grid * MATH_THREADS)
             if cutlass.const_expr(c.quantize):
                 static = Float32(1.0)
