@@ -5,8 +5,11 @@ import re
 
 import pytest
 
+from megamoe import catalog, nvml
+from megamoe.catalog import Record
 from megamoe.cli import codes, demo, main
 from megamoe.presets import PRESETS
+from megamoe.protocol import BackendSpec
 from megamoe.reference import session as reference_session
 
 TINY = ["--hidden", "256", "--intermediate", "128", "--experts", "6", "--top-k", "2", "--max-tokens", "9"]
@@ -64,8 +67,6 @@ def test_a_wrong_result_fails(capsys, monkeypatch):
 
 
 def test_without_a_gpu_it_says_why_and_takes_the_reference(capsys, monkeypatch):
-    from megamoe import catalog, nvml
-
     monkeypatch.setattr(nvml, "query", lambda: nvml.Gpus(problem="no NVIDIA driver in this test"))
     catalog.refresh()
     try:
@@ -91,3 +92,33 @@ def test_bad_arguments_name_what_is_allowed(capsys, arguments, names):
     error = capsys.readouterr().err
     assert all(name in error for name in names)
     assert "Fix:" in error
+
+
+@pytest.fixture
+def lonely_gpu(monkeypatch):
+    """A GPU that no installed wheel is made for."""
+    gpu = nvml.Device(0, "NVIDIA Old", "GPU-1", (7, 0), 16 << 30)
+    monkeypatch.setattr(nvml, "gpus", lambda refresh=False: nvml.Gpus(devices=(gpu,)))
+    monkeypatch.delenv("MEGAMOE_BACKEND", raising=False)
+
+
+@pytest.mark.usefixtures("lonely_gpu")
+def test_a_gpu_without_a_backend_is_said_and_the_demonstration_goes_on(capsys):
+    code, found = document(capsys, "demo", "--ranks", "1", *TINY)
+    assert code == codes.OK
+    assert found["result"]["device"] == "CPU"
+    assert "NVIDIA Old" in found["note"]
+    assert found["why_cut"].startswith("reference runs on the CPU")
+
+
+def test_a_gpu_gets_the_whole_layer_where_its_memory_and_patience_allow(monkeypatch):
+    gpu = nvml.Device(0, "NVIDIA H200", "GPU-1", (9, 0), 141 << 30)
+    monkeypatch.setattr(nvml, "gpus", lambda refresh=False: nvml.Gpus(devices=(gpu,)))
+    hopper = BackendSpec(name="sm90", protocol=(1, 0), archs=((9, 0),), formats=("bf16",), summary="", factory="m:C")
+    budget = demo._budget(Record("sm90", "ok", (), hopper))
+    assert budget.ranks == 1
+    assert "NVIDIA H200, 141 GiB" in budget.why
+    qwen = PRESETS["qwen3-30b"].problem(4096)
+    assert demo._cut(qwen, budget, 1) == qwen
+    cut = demo._cut(PRESETS["dsv3"].problem(4096), budget, 1)
+    assert (cut.experts, cut.max_tokens) == (700_000_000 // (3 * 7168 * 2048), 4096)
