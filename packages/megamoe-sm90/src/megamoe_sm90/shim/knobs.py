@@ -38,7 +38,7 @@ SPACE = Space(
     (_auto("swap_tile", "swap_tokens"), _auto("native_tile", "native_rows")),
 )
 
-# Measured on an H200. Swap order wins up to about 64 tokens of a call. Then, by rows an expert on average: with few, the smaller native tile
+# Measured on an H200. Swap order wins up to about 64 tokens of a call. Then, by rows an expert on average: with few, the small native tile
 # leaves room for a deeper ring; up to 192, gathering rows beats the extra pass over x that a pool costs; above, the instructions that
 # gathering costs the loaders no longer hide.
 _SWAP_TOKENS = 64
