@@ -114,6 +114,8 @@ class _FlashInfer:
     """
 
     def __init__(self, case: Case) -> None:
+        import torch
+
         self._package, self._shim = _flashinfer()
         self._case = case
         self._mode = _FLASHINFER_MODES[case.problem.format]
