@@ -14,6 +14,6 @@ SPEC = BackendSpec(
     summary="Hopper: FP8 (per tensor or 128-blockwise scales) and BF16",
     factory="megamoe_sm90.backend:Sm90Backend",
     features=("biases", "prequantized activations", "prequantized weights", "early and late routing weight", "CUDA graphs"),
-    status="compiled",
+    status="native",
     drop=DropInfo(origin="first-party", commit=__version__, date="2026-11-30"),
 )
