@@ -33,7 +33,10 @@ def sum_rows(
     warps: Int32,
     lane: Int32,
 ):
-    """out[t] = bf16(sum over slots k in order of w[t, k] * stage[t * top_k + k]); slots without an expert add nothing. `warp` of `warps` over the grid."""
+    """out[t] = bf16(sum over slots k in order of w[t, k] * stage[t * top_k + k]); slots without an expert add nothing.
+
+    `warp` of `warps` over the grid.
+    """
     if tokens > 0:
         _sum_units(stage, ids, topk_w, out, tokens, experts, top_k, hidden, wide, weighted, warp, warps, lane)
 
@@ -75,7 +78,7 @@ def _sum_units(
             rows, keep = {}, {}
             for k in cutlass.range_constexpr(first, last):
                 for p in cutlass.range_constexpr(PIECES):
-                    # What must not be read (a slot without an expert, columns behind the row) reads the start of the region and is masked to zero.
+                    # A slot without an expert and columns behind the row read the start of the region and are masked to zero.
                     there = ((slots >> k) & 1) * Int32(column + 256 * p < hidden)
                     offset = (Int64(token) * (top_k * hidden) + (k * hidden + column + 256 * p)) * 2
                     rows[k, p] = memory.ld_v4(stage + offset * Int64(there))

@@ -38,7 +38,7 @@ def move_rows(
     wait_ms: Int32,
     lane: Int32,
 ):
-    """One warp. `slots` rows of `row_bytes` bytes travel at a time through the shared buffer; `scales` fp32 scales a row go along, transposed.
+    """One warp. `slots` rows of `row_bytes` bytes travel at a time through the shared buffer, with `scales` fp32 scales a row, transposed.
 
     Lane s looks up row s of a batch, so the chain expert -> list -> route -> row costs its latency once a batch.
     """

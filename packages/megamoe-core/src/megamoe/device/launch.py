@@ -4,7 +4,6 @@ The epoch lives in device memory and is advanced by the last CTA, so a replayed 
 two banks by the parity of the epoch; a launch counts in its own bank and clears the other one, which nobody uses until the next launch.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 

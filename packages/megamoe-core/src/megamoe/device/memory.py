@@ -17,8 +17,7 @@ def ld_i64(address):
 
 def _ld_if(address, condition, kind, dtype):
     return arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
-        f"mov.{kind} {{$w0}}, -1; @p ld.global.{kind} {{$w0}}, [{{$r0}}]; }}",
+        f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; mov.{kind} {{$w0}}, -1; @p ld.global.{kind} {{$w0}}, [{{$r0}}]; }}",
         write_only_types=[dtype],
         read_only_args=[address, Int32(condition)],
     )
@@ -40,7 +39,9 @@ def ld_f32(address):
 
 def ld_v4(address):
     """Four 32-bit words from a 16-byte aligned address."""
-    return arch.inline_ptx("ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address])
+    return arch.inline_ptx(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
+    )
 
 
 def st_i32(address, value):
@@ -85,17 +86,23 @@ def red_or(address, value):
 
 def add_relaxed(address, value):
     """Old value."""
-    return arch.inline_ptx("atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value])
+    return arch.inline_ptx(
+        "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value]
+    )
 
 
 def add_acq_rel(address, value):
     """Old value."""
-    return arch.inline_ptx("atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value])
+    return arch.inline_ptx(
+        "atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value]
+    )
 
 
 def exchange(address, value):
     """Old value."""
-    return arch.inline_ptx("atom.relaxed.gpu.global.exch.b32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value])
+    return arch.inline_ptx(
+        "atom.relaxed.gpu.global.exch.b32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value]
+    )
 
 
 def shared_add(pointer, value):
@@ -142,7 +149,9 @@ def shared_address(pointer):
 
 def shared_v4(address):
     """Four int32 words from a 16-byte aligned shared-window address."""
-    return arch.inline_ptx("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address])
+    return arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
+    )
 
 
 def unsigned(word):

@@ -90,9 +90,9 @@ def quantize_rows(
     warps: Int32,
     lane: Int32,
 ):
-    """Quantize `tokens` rows of `hidden` bf16 values: 1 x 128 blocks with their own scale into xs, or one static scale. `warp` of `warps` over the grid.
+    """Quantize `tokens` rows of `hidden` bf16 values: 1 x 128 blocks with their own scale into xs, or one static scale.
 
-    A warp takes a segment of a row at a time; `many` tokens: longer segments, for more loads in flight.
+    `warp` of `warps` over the grid takes a segment of a row at a time; `many` tokens: longer segments, for more loads in flight.
     """
     chunks = segment_chunks(hidden, 8 if many else 4)
     segments = -(-hidden // (256 * chunks))

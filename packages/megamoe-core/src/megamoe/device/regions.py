@@ -92,8 +92,9 @@ def scratch_regions(
 ) -> dict[str, tuple[int, int]]:
     """Name -> (offset, bytes).
 
-    `element` is the size of an activation element; `quantize`: x arrives in bf16 and is quantized by the launch; `pool`: rows are copied into a
-    pool grouped by expert. A session that runs kernels of several tiles gives each the regions of `pool_rows` of the tile that needs most.
+    `element` is the size of an activation element; `quantize`: x arrives in bf16 and is quantized by the launch; `pool`: rows are copied
+    into a pool grouped by expert. A session that runs kernels of several tiles gives each the regions of `pool_rows` of the tile that
+    needs most.
     """
     rows = pool_rows(tokens, top_k, experts, tile)
     sizes = {

@@ -1,8 +1,8 @@
 """From expert ids to blocks of rows, without any grid-wide step.
 
-Every CTA counts all routes in shared memory, so all know the same block offsets. The row list of an expert is written by the one CTA that owns it
-(expert modulo grid) and announced by an epoch-tagged word. The order of the rows of an expert is left open: the bytes of the
-result do not depend on it, because FC2 rows are returned by route and summed in slot order.
+Every CTA counts all routes in shared memory, so all know the same block offsets. The row list of an expert is written by the one CTA that
+owns it (expert modulo grid) and announced by an epoch-tagged word. The order of the rows of an expert is left open: the bytes of the result
+do not depend on it, because FC2 rows are returned by route and summed in slot order.
 """
 
 import cutlass
@@ -15,7 +15,7 @@ BATCH = 16  # ids a thread has in flight
 
 
 def load_id(ids, route, wide, condition=True):
-    """The expert id of a route as int32, -1 where `condition` does not hold; an int64 id that does not fit becomes an id that no expert has."""
+    """The expert id of a route as int32, -1 unless `condition` holds. An int64 that does not fit becomes an id that no expert has."""
     if wide:
         value = memory.ld_i64_if(ids + Int64(route) * 8, condition)
         low = Int32(value)
@@ -26,7 +26,14 @@ def load_id(ids, route, wide, condition=True):
 
 @cute.jit
 def count_routes(
-    ids: Int64, routes: Int32, experts: cutlass.Constexpr, wide: cutlass.Constexpr, counts: cute.Pointer, control: Int64, thread: Int32, threads: cutlass.Constexpr
+    ids: Int64,
+    routes: Int32,
+    experts: cutlass.Constexpr,
+    wide: cutlass.Constexpr,
+    counts: cute.Pointer,
+    control: Int64,
+    thread: Int32,
+    threads: cutlass.Constexpr,
 ):
     """Add the routes of every expert to the zeroed shared array `counts`; ids that are neither an expert nor -1 raise the sticky flag."""
     i = thread

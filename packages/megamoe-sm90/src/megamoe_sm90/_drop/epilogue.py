@@ -1,7 +1,7 @@
 """What happens to a warpgroup's accumulators: FC1 -> activation -> re-quantization -> mid; FC2 -> bf16 rows by route.
 
-Fragment order of a wgmma result: value 4 j + 2 r + k of a 64 x 64 piece is row lane / 4 + 8 r, column 8 j + 2 (lane % 4) + k. The four lanes
-of a quad hold a row; a transpose inside the quad gives every lane 16 contiguous bytes, so rows are stored straight from registers.
+Fragment order of a wgmma result: value 4 j + 2 r + k of a 64 x 64 piece is row lane / 4 + 8 r, column 8 j + 2 (lane % 4) + k. The four
+lanes of a quad hold a row; a transpose inside the quad gives every lane 16 contiguous bytes, so rows are stored straight from registers.
 """
 
 import cutlass
@@ -73,8 +73,12 @@ class Epilogue:
                 out.append(quantize.pack_fp8(*q, c.e5m2))
             t = w.quad_transpose(out, selectors)
             # Word s: columns 2 s, 2 s + 1 of groups 2 t (low half) and 2 t + 1 (high half).
-            t = [w.permute(t[0], t[1], Int32(0x5410)), w.permute(t[2], t[3], Int32(0x5410)),
-                 w.permute(t[0], t[1], Int32(0x7632)), w.permute(t[2], t[3], Int32(0x7632))]
+            t = [
+                w.permute(t[0], t[1], Int32(0x5410)),
+                w.permute(t[2], t[3], Int32(0x5410)),
+                w.permute(t[0], t[1], Int32(0x7632)),
+                w.permute(t[2], t[3], Int32(0x7632)),
+            ]
             column = n * 128 + part.channel(p) + 16 * (lane % 4)
             w.store_16(address + Int64(column), t, ok & self._inside(column, c.intermediate, 128))
 
@@ -89,7 +93,9 @@ class Epilogue:
         """False for columns behind the end of a row whose last tile is partial; constant where there is none."""
         return Boolean(True) if limit % span == 0 else column < limit
 
-    def fc1(self, part, accs, e, n, pool, valid, routes, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange):
+    def fc1(
+        self, part, accs, e, n, pool, valid, routes, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange
+    ):
         c = self.c
         row = part.row
         selectors = w.quad_selectors(lane)

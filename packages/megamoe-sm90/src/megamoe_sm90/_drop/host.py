@@ -9,14 +9,42 @@ from .native import NativeMoE
 
 ARCH = "sm_90a"
 ADDRESSES = (
-    "w13", "w2", "w13_scale", "w2_scale", "x", "x_scale", "ids", "topk_w", "b13", "b2", "mid_static", "control", "xq", "xs", "row_route", "pool",
-    "pool_scale", "mid", "mid_scale", "stage", "out",
+    "w13",
+    "w2",
+    "w13_scale",
+    "w2_scale",
+    "x",
+    "x_scale",
+    "ids",
+    "topk_w",
+    "b13",
+    "b2",
+    "mid_static",
+    "control",
+    "xq",
+    "xs",
+    "row_route",
+    "pool",
+    "pool_scale",
+    "mid",
+    "mid_scale",
+    "stage",
+    "out",
 )
 
 
 def kernel_and_args(config: NativeConfig):
     """The jit object and example arguments for a compilation, which needs no GPU."""
-    return NativeMoE(config), (*[Int64(1024)] * len(ADDRESSES), Int32(1), Int64(0), Int32(0), Int32(128), Int32(1), Int32(1), cuda.CUstream(0))
+    return NativeMoE(config), (
+        *[Int64(1024)] * len(ADDRESSES),
+        Int32(1),
+        Int64(0),
+        Int32(0),
+        Int32(128),
+        Int32(1),
+        Int32(1),
+        cuda.CUstream(0),
+    )
 
 
 def compile_native(config: NativeConfig, options: str = ""):
@@ -29,5 +57,11 @@ def arguments(addresses, tokens, live, bank_bytes, pool_rows, grid, wait_ms, str
     """Launch arguments in order; `addresses` maps names of ADDRESSES to integers (0 where unused)."""
     return (
         *[Int64(addresses.get(name, 0)) for name in ADDRESSES],
-        Int32(tokens), Int64(live), Int32(bank_bytes), Int32(pool_rows), Int32(grid), Int32(wait_ms), cuda.CUstream(stream),
+        Int32(tokens),
+        Int64(live),
+        Int32(bank_bytes),
+        Int32(pool_rows),
+        Int32(grid),
+        Int32(wait_ms),
+        cuda.CUstream(stream),
     )

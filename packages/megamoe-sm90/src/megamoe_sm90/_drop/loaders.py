@@ -34,7 +34,8 @@ class Loaders:
     def schedule(self, control, bank, ring, tfull, tempty, counts, base, bidx, grid, lane):
         """Claims tasks in stream order and hands them to the other warps, as many ahead as the ring has slots.
 
-        A slot that comes back means that all math warps have finished its task: this warp then publishes it, so no math warp waits for a fence.
+        A slot that comes back means that all math warps have finished its task: this warp then publishes it, so that no math warp waits
+        for a fence.
         """
         c = self.c
         words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
@@ -70,7 +71,7 @@ class Loaders:
             used = used + 1
             slot, phase = self._advance(slot, phase, SLOTS)
         # The end task stays in its slot; the others still come back.
-        for i in cutlass.range_constexpr(SLOTS - 1):
+        for _ in cutlass.range_constexpr(SLOTS - 1):
             self.take_back(bank, words, tempty, slot, phase, used >= SLOTS, lane)
             used = used + 1
             slot, phase = self._advance(slot, phase, SLOTS)
@@ -138,13 +139,37 @@ class Loaders:
 
     @cute.jit
     def load_rows(
-        self, x, xs, mid, mid_scale, w13_scale, w2_scale, row_route, control, bank, list_ready, routes, pool_rows, epoch, grid, wait_ms,
-        a_addr, s_addr, rows, full, empty, ring, tfull, tempty, which, lane,
+        self,
+        x,
+        xs,
+        mid,
+        mid_scale,
+        w13_scale,
+        w2_scale,
+        row_route,
+        control,
+        bank,
+        list_ready,
+        routes,
+        pool_rows,
+        epoch,
+        grid,
+        wait_ms,
+        a_addr,
+        s_addr,
+        rows,
+        full,
+        empty,
+        ring,
+        tfull,
+        tempty,
+        which,
+        lane,
     ):
         """Rows `which * half` onward of every tile, gathered by token (FC1) or taken from mid (FC2) with 16-byte asynchronous copies.
 
-        A lane copies 16-byte chunk lane % 8 of rows lane / 8 + 4 j. Where a row starts, in units of 16 bytes, waits in shared memory, ordered so that
-        a lane reads four rows at once. The copies announce themselves: every lane's arrival follows its own copies.
+        A lane copies 16-byte chunk lane % 8 of rows lane / 8 + 4 j. Where a row starts, in units of 16 bytes, waits in shared memory, so
+        ordered that a lane reads four rows at once. The copies announce themselves: every lane's arrival follows its own copies.
         """
         c = self.c
         half = c.tile_m // ROW_WARPS
@@ -186,9 +211,7 @@ class Loaders:
                         panel = w13_scale + Int64((e * 2 + cutlass.min(lane, 1)) * c.n1 + n) * (c.kb1 * 4)
                 else:
                     block = words[at + 5]
-                    deadline.wait_ge(
-                        bank + regions.FC1_DONE + Int64(block) * 4, Int32(c.n1), control, regions.SITE_MID, block, wait_ms
-                    )
+                    deadline.wait_ge(bank + regions.FC1_DONE + Int64(block) * 4, Int32(c.n1), control, regions.SITE_MID, block, wait_ms)
                     src = mid
                     sc = mid_scale
                     stride = Int32(c.intermediate * c.element // 16)
@@ -217,7 +240,7 @@ class Loaders:
                 src = src + chunk * 16
                 # A row may end in the middle of its last K block: zeros follow, as TMA gives them for the weights.
                 left = stride - chunk
-                for kb in cutlass.range(blocks, unroll=1):
+                for _ in cutlass.range(blocks, unroll=1):
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     size = 16
                     if cutlass.const_expr(self.partial_k):
@@ -251,8 +274,29 @@ class Loaders:
 
     @cute.jit
     def load_tiles(
-        self, tx, gx, tm, gm, sAr, pool_scale, mid_scale, w13_scale, w2_scale, row_route, control, bank, ready, pool_rows, wait_ms, s_addr, full,
-        empty, ring, tfull, tempty, lane,
+        self,
+        tx,
+        gx,
+        tm,
+        gm,
+        sAr,
+        pool_scale,
+        mid_scale,
+        w13_scale,
+        w2_scale,
+        row_route,
+        control,
+        bank,
+        ready,
+        pool_rows,
+        wait_ms,
+        s_addr,
+        full,
+        empty,
+        ring,
+        tfull,
+        tempty,
+        lane,
     ):
         """Row tiles by TMA: FC1 from the pool once its rows have arrived, FC2 from mid once FC1 of the block is complete."""
         c = self.c
@@ -283,9 +327,7 @@ class Loaders:
                 if kind == stream.FC1:
                     deadline.wait_ge(ready + Int64(block) * 4, valid, control, regions.SITE_ROWS, block, wait_ms)
                 else:
-                    deadline.wait_ge(
-                        bank + regions.FC1_DONE + Int64(block) * 4, Int32(c.n1), control, regions.SITE_MID, block, wait_ms
-                    )
+                    deadline.wait_ge(bank + regions.FC1_DONE + Int64(block) * 4, Int32(c.n1), control, regions.SITE_MID, block, wait_ms)
                 memory.proxy_fence()
                 if cutlass.const_expr(c.early) or kind == stream.FC2:
                     for i in cutlass.range_constexpr(c.tile_m // 32):
@@ -298,7 +340,21 @@ class Loaders:
                     if cutlass.const_expr(c.block_scales):
                         panel = w13_scale + Int64((e * 2 + cutlass.min(lane, 1)) * c.n1 + n) * (c.kb1 * 4)
                     stage, phase = self.load_loop(
-                        tx, gx, sx, c.kb1, pool // 64, valid, pool_scale + Int64(pool) * 4, panel, pool_rows, s_addr, full, empty, stage, phase, lane
+                        tx,
+                        gx,
+                        sx,
+                        c.kb1,
+                        pool // 64,
+                        valid,
+                        pool_scale + Int64(pool) * 4,
+                        panel,
+                        pool_rows,
+                        s_addr,
+                        full,
+                        empty,
+                        stage,
+                        phase,
+                        lane,
                     )
                 else:
                     panel = Int64(0)
@@ -306,7 +362,21 @@ class Loaders:
                         last = c.hidden // 128
                         panel = w2_scale + Int64(e * last + cutlass.min(2 * n + cutlass.min(lane, 1), last - 1)) * (c.kb2 * 4)
                     stage, phase = self.load_loop(
-                        tm, gm, sm, c.kb2, pool // 64, valid, mid_scale + Int64(pool) * 4, panel, pool_rows, s_addr, full, empty, stage, phase, lane
+                        tm,
+                        gm,
+                        sm,
+                        c.kb2,
+                        pool // 64,
+                        valid,
+                        mid_scale + Int64(pool) * 4,
+                        panel,
+                        pool_rows,
+                        s_addr,
+                        full,
+                        empty,
+                        stage,
+                        phase,
+                        lane,
                     )
             cute.arch.sync_warp()
             if lane == 0:

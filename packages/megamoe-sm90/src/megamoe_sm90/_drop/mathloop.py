@@ -1,17 +1,16 @@
 """The K loop of a math warpgroup: wgmma into 64 x 64 pieces, with block scales promoted every 128 of K from two temporaries in rotation.
 
 A step is one K block of one piece: four wgmma into a temporary. Step i + 1 is issued before step i is promoted (acc = fma(temp, row scale *
-panel scale, acc)), so a warpgroup keeps the tensor cores fed while it runs its own FMAs. Nothing may be in flight across the back edge of the
-loop: ptxas serialises every wgmma of a loop that reads a temporary issued in the previous iteration. So an iteration takes `k_unroll` K
+panel scale, acc)), so a warpgroup keeps the tensor cores fed while it runs its own FMAs. Nothing may be in flight across the back edge of
+the loop: ptxas serialises every wgmma of a loop that reads a temporary issued in the previous iteration. So an iteration takes `k_unroll` K
 blocks and drains at its end. Without block scales the tensor cores accumulate over all of K.
 """
 
 from types import SimpleNamespace
 
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
 TEMPS = 2
@@ -83,7 +82,6 @@ class MathLoop:
 
     def _finish(self, i, mma, panel, row, stages, empty, lane):
         """Step i's wgmmas are complete: give the stage back if this was its last user, then promote."""
-        c = self.c
         u, p = i // mma.pieces, i % mma.pieces
         if p == mma.pieces - 1:
             self.release(empty, stages[u], lane)
@@ -119,7 +117,7 @@ class MathLoop:
     def _plain(self, mma, full, empty, stage, phase, lane):
         c = self.c
         previous = None
-        for u in range(c.k_unroll):
+        for _ in range(c.k_unroll):
             self._ready(full, stage, phase)
             warpgroup.fence()
             for p in range(mma.pieces):

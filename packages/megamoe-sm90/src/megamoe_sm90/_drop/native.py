@@ -1,8 +1,8 @@
 """The fused MoE layer of one rank in native order: tokens on M, 256 weight rows on N, one persistent launch.
 
 Roles of a CTA (384 threads, one per SM): two math warpgroups and a producer warpgroup with the weight loader, the scheduler and two row
-loaders (or one, and the dispatch warp that fills the pool). The math warpgroups first quantize activations and write the row lists of the CTA's experts; the
-weight loader streams meanwhile. See loaders.py, mathloop.py, epilogue.py and megamoe.device for the parts.
+loaders (or one, and the dispatch warp that fills the pool). The math warpgroups first quantize activations and write the row lists of the
+CTA's experts; the weight loader streams meanwhile. See loaders.py, mathloop.py, epilogue.py and megamoe.device for the parts.
 """
 
 import cuda.bindings.driver as cuda
@@ -40,9 +40,35 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
 
     @cute.jit
     def __call__(
-        self, w13: Int64, w2: Int64, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64, topk_w: Int64, b13: Int64,
-        b2: Int64, mid_static: Int64, control: Int64, xq: Int64, xs: Int64, row_route: Int64, pool: Int64, pool_scale: Int64, mid: Int64, mid_scale: Int64, stage: Int64,
-        out: Int64, tokens: Int32, live: Int64, bank_bytes: Int32, pool_rows: Int32, grid: Int32, wait_ms: Int32, stream: cuda.CUstream,
+        self,
+        w13: Int64,
+        w2: Int64,
+        w13_scale: Int64,
+        w2_scale: Int64,
+        x: Int64,
+        x_scale: Int64,
+        ids: Int64,
+        topk_w: Int64,
+        b13: Int64,
+        b2: Int64,
+        mid_static: Int64,
+        control: Int64,
+        xq: Int64,
+        xs: Int64,
+        row_route: Int64,
+        pool: Int64,
+        pool_scale: Int64,
+        mid: Int64,
+        mid_scale: Int64,
+        stage: Int64,
+        out: Int64,
+        tokens: Int32,
+        live: Int64,
+        bank_bytes: Int32,
+        pool_rows: Int32,
+        grid: Int32,
+        wait_ms: Int32,
+        stream: cuda.CUstream,
     ):
         c = self.c
         e, h, i, bk, stages = c.experts, c.hidden, c.intermediate, c.block_k, c.num_stages
@@ -88,17 +114,83 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
 
         self.storage = Storage
         self.kernel(
-            t13, g13, t2, g2, tx, gx, tm, gm, la, lb, lh, lr, w13_scale, w2_scale, x, x_scale, ids, topk_w, b13, b2, mid_static, control, xq, xs, row_route, pool,
-            pool_scale, mid, mid_scale, stage, out, tokens, live, bank_bytes, pool_rows, wait_ms,
+            t13,
+            g13,
+            t2,
+            g2,
+            tx,
+            gx,
+            tm,
+            gm,
+            la,
+            lb,
+            lh,
+            lr,
+            w13_scale,
+            w2_scale,
+            x,
+            x_scale,
+            ids,
+            topk_w,
+            b13,
+            b2,
+            mid_static,
+            control,
+            xq,
+            xs,
+            row_route,
+            pool,
+            pool_scale,
+            mid,
+            mid_scale,
+            stage,
+            out,
+            tokens,
+            live,
+            bank_bytes,
+            pool_rows,
+            wait_ms,
         ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
 
     @cute.kernel
     def kernel(
-        self, t13: cute.CopyAtom, g13: cute.Tensor, t2: cute.CopyAtom, g2: cute.Tensor, tx: cute.CopyAtom, gx: cute.Tensor, tm: cute.CopyAtom,
-        gm: cute.Tensor, la: cute.ComposedLayout, lb: cute.ComposedLayout,
-        lh: cute.ComposedLayout, lr: cute.ComposedLayout, w13_scale: Int64, w2_scale: Int64, x: Int64, x_scale: Int64, ids: Int64, topk_w: Int64, b13: Int64, b2: Int64,
-        mid_static: Int64, control: Int64, xq: Int64, xs: Int64, row_route: Int64, pool: Int64, pool_scale: Int64, mid: Int64, mid_scale: Int64, stage: Int64, out: Int64,
-        tokens: Int32, live: Int64, bank_bytes: Int32, pool_rows: Int32, wait_ms: Int32,
+        self,
+        t13: cute.CopyAtom,
+        g13: cute.Tensor,
+        t2: cute.CopyAtom,
+        g2: cute.Tensor,
+        tx: cute.CopyAtom,
+        gx: cute.Tensor,
+        tm: cute.CopyAtom,
+        gm: cute.Tensor,
+        la: cute.ComposedLayout,
+        lb: cute.ComposedLayout,
+        lh: cute.ComposedLayout,
+        lr: cute.ComposedLayout,
+        w13_scale: Int64,
+        w2_scale: Int64,
+        x: Int64,
+        x_scale: Int64,
+        ids: Int64,
+        topk_w: Int64,
+        b13: Int64,
+        b2: Int64,
+        mid_static: Int64,
+        control: Int64,
+        xq: Int64,
+        xs: Int64,
+        row_route: Int64,
+        pool: Int64,
+        pool_scale: Int64,
+        mid: Int64,
+        mid_scale: Int64,
+        stage: Int64,
+        out: Int64,
+        tokens: Int32,
+        live: Int64,
+        bank_bytes: Int32,
+        pool_rows: Int32,
+        wait_ms: Int32,
     ):
         c = self.c
         tidx, _, _ = cute.arch.thread_idx()
@@ -118,7 +210,13 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         sAr = st.a.get_tensor(lr.outer, swizzle=lr.inner)
         sBh = st.b.get_tensor(lh.outer, swizzle=lh.inner)
         moving, moved = st.moving.data_ptr(), st.moved.data_ptr()
-        a_ptr, scale_ptr, rows, amax, cursor_ptr = st.a.data_ptr(), st.s.data_ptr(), st.rows.data_ptr(), st.amax.data_ptr(), st.cursor.data_ptr()
+        a_ptr, scale_ptr, rows, amax, cursor_ptr = (
+            st.a.data_ptr(),
+            st.s.data_ptr(),
+            st.rows.data_ptr(),
+            st.amax.data_ptr(),
+            st.cursor.data_ptr(),
+        )
 
         epoch = launch.epoch_of(control)
         bank = launch.bank_of(control, epoch, bank_bytes)
@@ -164,24 +262,88 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                     rows_x, rows_s = xq, xs
                 if cutlass.const_expr(c.rows == "gather"):
                     self.load_rows(
-                        rows_x, rows_s, mid, mid_scale, w13_scale, w2_scale, row_route, control, bank, list_ready, routes, pool_rows, epoch, grid,
-                        wait_ms, memory.shared_address(a_ptr), memory.shared_address(scale_ptr), rows, full, empty, ring, tfull, tempty,
-                        warp - (MATH_WARPS + 2), lane,
+                        rows_x,
+                        rows_s,
+                        mid,
+                        mid_scale,
+                        w13_scale,
+                        w2_scale,
+                        row_route,
+                        control,
+                        bank,
+                        list_ready,
+                        routes,
+                        pool_rows,
+                        epoch,
+                        grid,
+                        wait_ms,
+                        memory.shared_address(a_ptr),
+                        memory.shared_address(scale_ptr),
+                        rows,
+                        full,
+                        empty,
+                        ring,
+                        tfull,
+                        tempty,
+                        warp - (MATH_WARPS + 2),
+                        lane,
                     )
                 else:
                     ready = bank + regions.ready_offset(bank_bytes)
                     if warp == MATH_WARPS + 2:
                         self.load_tiles(
-                            tx, gx, tm, gm, sAr, pool_scale, mid_scale, w13_scale, w2_scale, row_route, control, bank, ready, pool_rows, wait_ms,
-                            memory.shared_address(scale_ptr), full, empty, ring, tfull, tempty, lane,
+                            tx,
+                            gx,
+                            tm,
+                            gm,
+                            sAr,
+                            pool_scale,
+                            mid_scale,
+                            w13_scale,
+                            w2_scale,
+                            row_route,
+                            control,
+                            bank,
+                            ready,
+                            pool_rows,
+                            wait_ms,
+                            memory.shared_address(scale_ptr),
+                            full,
+                            empty,
+                            ring,
+                            tfull,
+                            tempty,
+                            lane,
                         )
                     else:
                         if cutlass.const_expr(c.quantize):
                             deadline.wait_ge(bank + regions.QUANTIZED, grid, control, regions.SITE_QUANTIZED, Int32(0), wait_ms)
                         dispatch.move_rows(
-                            rows_x, rows_s, pool, pool_scale, row_route, list_ready, ready, control, counts, base, memory.shared_address(moving),
-                            moved, c.move_slots, c.row_bytes, c.kb1 if c.block_scales else 0, c.experts, c.top_k, c.tile_m, pool_rows, routes,
-                            epoch, bidx, grid, wait_ms, lane,
+                            rows_x,
+                            rows_s,
+                            pool,
+                            pool_scale,
+                            row_route,
+                            list_ready,
+                            ready,
+                            control,
+                            counts,
+                            base,
+                            memory.shared_address(moving),
+                            moved,
+                            c.move_slots,
+                            c.row_bytes,
+                            c.kb1 if c.block_scales else 0,
+                            c.experts,
+                            c.top_k,
+                            c.tile_m,
+                            pool_rows,
+                            routes,
+                            epoch,
+                            bidx,
+                            grid,
+                            wait_ms,
+                            lane,
                         )
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
@@ -191,18 +353,64 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 if cutlass.const_expr(not c.block_scales):
                     static = memory.ld_f32(x_scale)
                 quantize.quantize_rows(
-                    x, xq, xs, static, tokens, c.hidden, c.block_scales, c.e5m2, c.rows == "pool", bidx * MATH_WARPS + warp, grid * MATH_WARPS, lane
+                    x,
+                    xq,
+                    xs,
+                    static,
+                    tokens,
+                    c.hidden,
+                    c.block_scales,
+                    c.e5m2,
+                    c.rows == "pool",
+                    bidx * MATH_WARPS + warp,
+                    grid * MATH_WARPS,
+                    lane,
                 )
                 cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
                 if tidx == 0:
                     memory.red_release(bank + regions.QUANTIZED, Int32(1))
             routing.build_lists(
-                ids, routes, c.experts, c.ids64, c.tile_m, counts, base, cursor_ptr, row_route, list_ready, epoch, bidx, grid,
-                tidx, MATH_THREADS, BAR_MATH,
+                ids,
+                routes,
+                c.experts,
+                c.ids64,
+                c.tile_m,
+                counts,
+                base,
+                cursor_ptr,
+                row_route,
+                list_ready,
+                epoch,
+                bidx,
+                grid,
+                tidx,
+                MATH_THREADS,
+                BAR_MATH,
             )
             self.math(
-                sA, sB, scale_ptr, amax, full, empty, ring, tfull, tempty, wg, warp, tidx, x_scale, w13_scale, w2_scale, b13, b2, topk_w,
-                mid_static, mid, mid_scale, stage, pool_rows,
+                sA,
+                sB,
+                scale_ptr,
+                amax,
+                full,
+                empty,
+                ring,
+                tfull,
+                tempty,
+                wg,
+                warp,
+                tidx,
+                x_scale,
+                w13_scale,
+                w2_scale,
+                b13,
+                b2,
+                topk_w,
+                mid_static,
+                mid,
+                mid_scale,
+                stage,
+                pool_rows,
             )
             cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
             if tidx == 0:
@@ -211,15 +419,49 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 deadline.wait_ge(bank + regions.FINISHED, grid, control, regions.SITE_END, Int32(0), wait_ms)
             cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
             combine.sum_rows(
-                stage, ids, topk_w, out, tokens, c.experts, c.top_k, c.hidden, c.ids64, not c.early, bidx * MATH_WARPS + warp, grid * MATH_WARPS, lane
+                stage,
+                ids,
+                topk_w,
+                out,
+                tokens,
+                c.experts,
+                c.top_k,
+                c.hidden,
+                c.ids64,
+                not c.early,
+                bidx * MATH_WARPS + warp,
+                grid * MATH_WARPS,
+                lane,
             )
             if tidx == 0:
                 launch.leave(control, grid)
 
     @cute.jit
     def math(
-        self, sA, sB, scales, amax_ptr, full, empty, ring, tfull, tempty, wg, warp, tidx, x_scale, w13_scale, w2_scale, b13, b2, topk_w,
-        mid_static, mid, mid_scale, stage_out, pool_rows,
+        self,
+        sA,
+        sB,
+        scales,
+        amax_ptr,
+        full,
+        empty,
+        ring,
+        tfull,
+        tempty,
+        wg,
+        warp,
+        tidx,
+        x_scale,
+        w13_scale,
+        w2_scale,
+        b13,
+        b2,
+        topk_w,
+        mid_static,
+        mid,
+        mid_scale,
+        stage_out,
+        pool_rows,
     ):
         """The math warpgroups' walk over the tasks."""
         c = self.c
@@ -242,13 +484,55 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 if cutlass.const_expr(c.tile_m == 128):
                     if valid > 64:
                         stage, phase, flip = self.run_tile(
-                            parts["full"], kind, words, at, full, empty, stage, phase, flip, exchanged, wg, lane, x_scale, w13_scale, w2_scale,
-                            b13, b2, topk_w, mid_static, mid, mid_scale, stage_out, pool_rows,
+                            parts["full"],
+                            kind,
+                            words,
+                            at,
+                            full,
+                            empty,
+                            stage,
+                            phase,
+                            flip,
+                            exchanged,
+                            wg,
+                            lane,
+                            x_scale,
+                            w13_scale,
+                            w2_scale,
+                            b13,
+                            b2,
+                            topk_w,
+                            mid_static,
+                            mid,
+                            mid_scale,
+                            stage_out,
+                            pool_rows,
                         )
                 if valid <= 64:
                     stage, phase, flip = self.run_tile(
-                        parts["split"], kind, words, at, full, empty, stage, phase, flip, exchanged, wg, lane, x_scale, w13_scale, w2_scale,
-                        b13, b2, topk_w, mid_static, mid, mid_scale, stage_out, pool_rows,
+                        parts["split"],
+                        kind,
+                        words,
+                        at,
+                        full,
+                        empty,
+                        stage,
+                        phase,
+                        flip,
+                        exchanged,
+                        wg,
+                        lane,
+                        x_scale,
+                        w13_scale,
+                        w2_scale,
+                        b13,
+                        b2,
+                        topk_w,
+                        mid_static,
+                        mid,
+                        mid_scale,
+                        stage_out,
+                        pool_rows,
                     )
                 cute.arch.sync_warp()
                 if lane == 0:
@@ -257,8 +541,30 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
 
     @cute.jit
     def run_tile(
-        self, part: cutlass.Constexpr, kind, words, at, full, empty, stage, phase, flip, exchanged, wg, lane, x_scale, w13_scale, w2_scale, b13, b2,
-        topk_w, mid_static, mid, mid_scale, stage_out, pool_rows,
+        self,
+        part: cutlass.Constexpr,
+        kind,
+        words,
+        at,
+        full,
+        empty,
+        stage,
+        phase,
+        flip,
+        exchanged,
+        wg,
+        lane,
+        x_scale,
+        w13_scale,
+        w2_scale,
+        b13,
+        b2,
+        topk_w,
+        mid_static,
+        mid,
+        mid_scale,
+        stage_out,
+        pool_rows,
     ):
         """K loop and epilogue of one tile."""
         c = self.c
@@ -267,15 +573,34 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         rounds = Int32(c.kb2 // c.k_unroll)
         if kind == stream.FC1:
             rounds = Int32(c.kb1 // c.k_unroll)
-        for kg in cutlass.range(rounds, unroll=1):
+        for _ in cutlass.range(rounds, unroll=1):
             stage, phase = self.iteration(part, full, empty, stage, phase, lane)
         routes = cute.make_tensor(words.iterator + (at + WORDS), cute.make_layout(c.tile_m))
         e, n, pool, valid = words[at + 1], words[at + 2], words[at + 3], words[at + 4]
         if kind == stream.FC1:
+
             def exchange(own):
                 return self.exchange_amax(own, exchanged, flip, part.row, wg)
 
-            self.fc1(part, part.accs, e, n, pool, valid, routes, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange)
+            self.fc1(
+                part,
+                part.accs,
+                e,
+                n,
+                pool,
+                valid,
+                routes,
+                lane,
+                x_scale,
+                w13_scale,
+                b13,
+                topk_w,
+                mid_static,
+                mid,
+                mid_scale,
+                pool_rows,
+                exchange,
+            )
             flip = flip ^ 1
         else:
             self.fc2(part, part.accs, e, n, valid, routes, lane, mid_static, w2_scale, b2, stage_out)

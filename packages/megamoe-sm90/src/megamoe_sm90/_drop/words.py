@@ -33,9 +33,7 @@ def quad_transpose(words, selectors):
 
 
 def store_16(address, words, predicate):
-    cute.arch.inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words], predicate=predicate
-    )
+    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words], predicate=predicate)
 
 
 def store_f32(address, value, predicate):
