@@ -30,8 +30,8 @@ class SwapConfig:
         token_tile: tokens of one block, one of TOKEN_TILES. An expert with more tokens reads its weights once for each block of them.
         stages: weight ring depth, at least 4 (None: what shared memory allows).
         token_stages: token ring depth, at least 2 (None: derived).
-        window: ring stages requested and not yet landed, 2 to `stages` (None: 5 or 8 by tile). More than the memory needs to run at its full
-            rate (64 to 128 KB a CTA) only queues in it, and every other access of the launch waits behind that queue.
+        window: ring stages requested and not yet landed, 2 to `stages` (None: 5 or 8 by tile). More than the memory needs to run at its
+            full rate (64 to 128 KB a CTA) only queues in it, and every other access of the launch waits behind that queue.
         act_bf16: x is bf16 and is quantized in the launch; otherwise x comes in the format's type, with x_scale.
         limit, alpha, up_bias: the activation. bias13, bias2: expert biases present. early: routing weight applied before re-quantization.
         ids64: topk_ids are int64.

@@ -10,9 +10,9 @@ Global words that are waited for are epoch tags or counters of a bank that the n
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
 
 from megamoe.device import memory, regions
 from megamoe_sm90._drop.swap_config import THREADS, SwapConfig
@@ -211,7 +211,7 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // 128)
         lane = tidx % 32
-        st = utils.SmemAllocator().allocate(self.storage)
+        st = SmemAllocator().allocate(self.storage)
         s_misc = st.misc.get_tensor(cute.make_layout(4))
         ring = cute.recast_ptr(cute.recast_ptr(st.w.data_ptr(), dtype=Uint8), dtype=Int32)
         cx = self.cx
