@@ -131,6 +131,7 @@ class Sm90Session:
         if stream != self._stream:
             if not torch.cuda.is_current_stream_capturing():
                 stream.wait_stream(self._stream)
+                self._workspace.used_on(stream)
             self._stream = stream
         launcher = self._launcher(quantized=x.dtype != torch.bfloat16)
         x, scale = _plain(x), None if scale is None else _plain(scale)

@@ -66,6 +66,11 @@ class Workspace:
         used = {name: base + offset for name, (offset, size) in variant.scratch.items() if size}
         return {"control": self.controls[variant.order].data_ptr(), **used}
 
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Keep torch from handing the memory on, once it is given back, before what was launched on this stream has finished."""
+        for tensor in (self.scratch, *self.controls.values()):
+            tensor.record_stream(stream)
+
     @property
     def aborted(self) -> bool:
         """Whether a launch passed a deadline. Does not synchronize: a launch under way may still report."""
