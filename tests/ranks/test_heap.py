@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from megamoe.ep import nvshmem
 from megamoe.ep.group import Group
-from megamoe.ep.heap import Layout, open_heap
+from megamoe.ep.heap import open_heap
+from megamoe.ep.layout import Layout
 from megamoe.errors import BackendUnavailable, InvalidInput
 from megamoe.testing.launcher import launch
 

@@ -6,46 +6,20 @@ With one rank the heap is ordinary device memory. With several it comes from NVS
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from megamoe.ep import nvshmem
+from megamoe.ep.layout import Layout
 from megamoe.ep.nvshmem import together
 from megamoe.errors import InvalidInput
 
 if TYPE_CHECKING:
     from megamoe.ep.group import Group
 
-ALIGN = 256
 MOST_RANKS = 72
 """GPUs of the largest NVLink domain."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Named regions one after another.
-
-    Attributes:
-        offsets: region name -> (byte offset, bytes).
-        nbytes: of all of them.
-    """
-
-    offsets: Mapping[str, tuple[int, int]]
-    nbytes: int
-
-    @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> Layout:
-        """From region name -> bytes, in order; each starts at a multiple of :data:`ALIGN`."""
-        offsets, end = {}, 0
-        for name, size in sizes.items():
-            if size < 0:
-                raise InvalidInput(f"region {name} has {size} bytes; allowed: 0 and more.", hint="check the sizes of the plan")
-            offsets[name] = (end, size)
-            end += -(-size // ALIGN) * ALIGN
-        return cls(offsets, end)
 
 
 class Heap:

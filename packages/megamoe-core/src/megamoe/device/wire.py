@@ -1,0 +1,83 @@
+"""What ranks share: regions of the symmetric heap, the words in them, and the workspace of a launch on several ranks. Plain Python.
+
+Every word that a rank writes for another one is 8 bytes: the number of the launch in its upper half, a value in its lower half. Nothing is
+ever zeroed, a wait looks for the word of its own launch. Launch numbers are epoch + 1, so that zeroed memory belongs to none.
+
+A route travels as one int32: the route within its source rank (token * top_k + slot) in 24 bits, the source rank above it, and in the sign
+bit whether the row is a further copy of a token that this rank pulls for another of its experts.
+"""
+
+from megamoe.device import regions
+from megamoe.ep.layout import Layout
+
+ROUTE_BITS = 24
+MOST_RANKS = 72
+MOST_ROUTES = 1 << ROUTE_BITS
+
+# Words of the signal region.
+TOLD = 0  # i64: 1 + rank of a peer that ended its launch, 0 while none did
+
+# Wait sites, continuing those of regions.py. The record's index is the rank that was waited for.
+SITE_COUNTS = 21
+SITE_RESULTS = 22
+SITE_CARRIER = 23
+SITE_TOLD = 24
+SITE_NAMES = {
+    SITE_COUNTS: "route counts of a rank",
+    SITE_RESULTS: "results of a rank",
+    SITE_CARRIER: "pool row of a token that was pulled for another expert",
+    SITE_TOLD: "abort of a peer",
+}
+
+# Control words of a launch on several ranks.
+EXCHANGES = 16  # counts the exchanges of this rank's launches: one a launch
+RANK = 20  # this rank; the host writes it
+
+
+def symmetric_layout(
+    *, ranks: int, tokens: int, top_k: int, experts: int, hidden: int, element: int, block_scales: bool, early: bool
+) -> Layout:
+    """The heap of every rank. `tokens` and `experts` are the most that a rank brings and holds, `element` the bytes of an activation."""
+    sizes = {
+        "signal": regions.ALIGN,
+        "counts": 2 * ranks * (experts + 1) * 8,
+        "flags": tokens * top_k * 8,
+        "lists": tokens * top_k * 4,
+        "weights": tokens * top_k * 4 if early else 0,
+        "x": tokens * hidden * element,
+        "xs": tokens * (hidden // 128) * 4 if block_scales else 0,
+        "inbox": tokens * top_k * hidden * 2,
+    }
+    return Layout.of(sizes)
+
+
+def bank_bytes(blocks: int) -> int:
+    """A bank of counters with fc2_done[blocks] behind fc1_done[blocks]; see `fc2_done_offset`."""
+    return regions.bank_bytes(2 * blocks)
+
+
+def fc2_done_offset(bank_bytes_: int) -> int:
+    """Byte offset of fc2_done[] in a bank (works on Python and on device integers)."""
+    return regions.FC1_DONE + (bank_bytes_ - regions.FC1_DONE) // 4
+
+
+def carriers_offset(bank_bytes_: int, experts: int) -> int:
+    """Byte offset of the carrier words i64[ranks][tokens] in the control region, behind list_ready."""
+    return regions.BANKS + 2 * bank_bytes_ + regions.round_up(4 * experts, regions.ALIGN)
+
+
+def control_bytes(blocks: int, experts: int, ranks: int, tokens: int) -> int:
+    """Size of the control region; zeroed once."""
+    return carriers_offset(bank_bytes(blocks), experts) + 8 * ranks * tokens
+
+
+def local_layout(rows: int, hidden: int, intermediate: int, element: int, block_scales: bool) -> Layout:
+    """A rank's own workspace, of any content, for `rows` pool rows."""
+    sizes = {
+        "row_route": rows * 4,
+        "pool": rows * hidden * element,
+        "pool_scale": rows * (hidden // 128) * 4 if block_scales else 0,
+        "mid": rows * intermediate * element,
+        "mid_scale": rows * (intermediate // 128) * 4 if block_scales else 0,
+    }
+    return Layout.of(sizes)
