@@ -1,4 +1,4 @@
-"""What every backend's packed weights and sessions check in the same way: experts of this rank, refits, and what belongs together."""
+"""What every backend does in the same way with packed weights: their size, whose experts they are, refits, and what a session needs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from megamoe.errors import InvalidInput
+from megamoe.formats import describe
 
 if TYPE_CHECKING:
     import torch
 
     from megamoe.ep.group import Group
+    from megamoe.problem import MoEProblem
     from megamoe.protocol import Plan
     from megamoe.weights import ExpertWeights
+
+_SCALE_BYTES = {"f32": 4, "e8m0": 1, "e4m3": 1}
+_ELEMENT_BITS = {"bf16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
 
 
 class Packed(Protocol):
@@ -94,6 +99,18 @@ def check_session(plan: Plan, packed: Packed, group: Group) -> None:
             f"the packed weights hold {packed.experts} experts; allowed: {held}, what the placement gives to rank {group.rank}.",
             hint="pass the experts of this rank, in the order of placement.local[rank]",
         )
+
+
+def expert_bytes(problem: MoEProblem) -> int:
+    """Bytes of one expert's encoded matrices with their scales."""
+    info, total = describe(problem.format), 0
+    for rows, cols in ((2 * problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)):
+        total += rows * cols * _ELEMENT_BITS[info.element] // 8
+        if info.block_k:
+            total += -(-rows // info.block_rows) * (cols // info.block_k) * _SCALE_BYTES[info.scale]
+        if info.tensor_scale:
+            total += 4
+    return total
 
 
 def _describe(tensor: torch.Tensor | None) -> str:

@@ -12,7 +12,7 @@ from megamoe.ep.confighash import agree, configuration, reject
 from megamoe.ep.group import Group
 from megamoe.errors import InvalidInput, UnsupportedProblem
 from megamoe.formats import describe
-from megamoe.packing import check_session
+from megamoe.packing import check_session, expert_bytes
 from megamoe.problem import MAX_TOP_K, Placement
 from megamoe.protocol import BackendSpec, PackedWeights, Plan, Reason, Region, Verdict
 from megamoe.tune import Space
@@ -92,7 +92,7 @@ class Sm90Backend:
             ranks=ranks,
             knobs=values,
             wire=SPACE.wire(values),
-            regions=(Region("weights", _weight_bytes(problem), "local", "experts, without biases"), *memory),
+            regions=(Region("weights", problem.experts * expert_bytes(problem), "local", "experts, without biases"), *memory),
             budgets={f"shared memory of {v.order}-{v.tile}": v.shared_bytes for v in variants},
             bounds={"all weights once": weights, "products of max_tokens": math},
             properties=("bitwise repeatable", *(f"up to {r.tokens} tokens: {r.order} order, tile {r.tile}" for r in rungs)),
@@ -140,20 +140,8 @@ class Sm90Backend:
         return tuple(requests)
 
 
-def _weight_bytes(problem: MoEProblem) -> int:
-    info = describe(problem.format)
-    total = 0
-    for rows, columns in ((2 * problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)):
-        total += rows * columns * (2 if info.element == "bf16" else 1)
-        if info.block_k:
-            total += 4 * -(-rows // info.block_rows) * (columns // info.block_k)
-        elif info.tensor_scale:
-            total += 4
-    return problem.experts * total
-
-
 def _bounds(problem: MoEProblem) -> tuple[float, float]:
     """Microseconds on an H200: reading every expert once, and forming all products of ``max_tokens``."""
     rate = H200.bf16_tflops if problem.format == "bf16" else H200.fp8_tflops
     products = 6 * problem.max_tokens * problem.top_k * problem.hidden * problem.intermediate
-    return _weight_bytes(problem) / H200.read_tb_s * 1e-6, products / rate * 1e-6
+    return problem.experts * expert_bytes(problem) / H200.read_tb_s * 1e-6, products / rate * 1e-6

@@ -9,8 +9,8 @@ from megamoe import __version__
 from megamoe.ep.confighash import agree, configuration, reject
 from megamoe.ep.group import Group
 from megamoe.errors import InvalidInput, UnsupportedProblem
-from megamoe.formats import FormatInfo, describe
-from megamoe.packing import check_session
+from megamoe.formats import describe
+from megamoe.packing import check_session, expert_bytes
 from megamoe.protocol import BackendSpec, PackedWeights, Plan, Reason, Region, Verdict
 from megamoe.reference import SPEC
 from megamoe.reference.session import ReferenceSession
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
     from megamoe.problem import MoEProblem
     from megamoe.weights import ExpertWeights
-
-_SCALE_BYTES = {"f32": 4, "e8m0": 1, "e4m3": 1}
-_ELEMENT_BITS = {"bf16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
 
 
 class ReferenceBackend:
@@ -56,7 +53,7 @@ class ReferenceBackend:
         if not verdict:
             raise UnsupportedProblem(verdict.reasons, subject="The reference backend does not support this problem")
         most = max(map(len, problem.resolved_placement(ranks).local))
-        weights = Region("weights", most * _expert_bytes(problem, describe(problem.format)), "local", "encoded experts, without biases")
+        weights = Region("weights", most * expert_bytes(problem), "local", "encoded experts, without biases")
         return Plan(SPEC.name, __version__, problem, ranks, regions=(weights,), properties=("sums in slot order",))
 
     def prepare_weights(self, plan: Plan, weights: ExpertWeights) -> ReferenceWeights:
@@ -76,15 +73,3 @@ class ReferenceBackend:
             raise
         agree(ours, configuration(plan, x_scale=packed.x_scale, mid_scale=packed.mid_scale), packed.device)
         return ReferenceSession(plan, packed, ours)
-
-
-def _expert_bytes(problem: MoEProblem, info: FormatInfo) -> int:
-    """Bytes of one expert's encoded matrices with their scales."""
-    total = 0
-    for rows, cols in ((2 * problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)):
-        total += rows * cols * _ELEMENT_BITS[info.element] // 8
-        if info.block_k:
-            total += -(-rows // info.block_rows) * (cols // info.block_k) * _SCALE_BYTES[info.scale]
-        if info.tensor_scale:
-            total += 4
-    return total
