@@ -247,16 +247,17 @@ def test_calls_from_other_streams_are_ordered():
         assert all(torch.equal(out, want) for out in outs)
 
 
+@pytest.mark.parametrize("bad", [8, 2**32 + 1])  # the low 32 bits of the second name an expert
 @pytest.mark.parametrize("tokens", [4, 300])
-def test_bad_ids_are_reported_by_the_next_call(tokens):
+def test_bad_ids_are_reported_by_the_next_call(tokens, bad):
     with Opened(problem_of(), tokens=tokens) as opened:
-        ids = opened.inputs.topk_ids.clone()
-        ids[1, 0], ids[2, 1] = 8, -2
+        ids = opened.inputs.topk_ids.to(torch.int64, copy=True)
+        ids[1, 0], ids[2, 1] = bad, -2
         out = opened.session.run(opened.inputs.x, ids, opened.inputs.topk_weights)
         torch.cuda.synchronize()
         dropped = opened.inputs._replace(topk_ids=torch.where((ids < 0) | (ids >= 8), -1, ids))
         opened.judge(out, dropped)
-        with pytest.raises(InvalidInput, match="2 ids out of range, the first is 8 at token 1, slot 0"):
+        with pytest.raises(InvalidInput, match=f"2 ids out of range, the first is {bad} at token 1, slot 0"):
             opened.session.run(*opened.inputs)
         opened.judge(opened.run())
 

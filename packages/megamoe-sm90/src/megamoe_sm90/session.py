@@ -53,6 +53,7 @@ class Sm90Session:
         with torch.cuda.device(self._device):
             # Kernels that take bf16 need the larger workspace: they write quantized activations into it.
             self._workspace = Workspace(self._variants[False], self._device)
+            self._ids64 = torch.empty(routes, dtype=torch.int64, device=self._device)
             self._ids32 = torch.empty(routes, dtype=torch.int32, device=self._device)
             self._weights32 = torch.empty(routes, dtype=torch.float32, device=self._device)
             self._stream = torch.cuda.current_stream(self._device)
@@ -106,7 +107,7 @@ class Sm90Session:
             torch.cuda.synchronize(self._device)
             self._weights = None
             self._launchers.clear()
-            del self._workspace, self._ids32, self._weights32
+            del self._workspace, self._ids64, self._ids32, self._weights32
 
     def __enter__(self) -> Self:
         self._open()
@@ -136,12 +137,18 @@ class Sm90Session:
         launcher = self._launcher(quantized=x.dtype != torch.bfloat16)
         x, scale = _plain(x), None if scale is None else _plain(scale)
         target = out if _is_plain(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        ids = ids.contiguous() if ids.dtype == torch.int32 else self._ids32[:tokens].copy_(ids)
+        ids = ids.contiguous() if ids.dtype == torch.int32 else self._narrow(ids)
         weights = weights.contiguous() if weights.dtype == torch.float32 else self._weights32[:tokens].copy_(weights)
         scale_address = 0 if scale is None else scale.data_ptr()
         launcher.run(tokens, x.data_ptr(), scale_address, ids.data_ptr(), weights.data_ptr(), target.data_ptr(), stream.cuda_stream)
         if target is not out:
             out.copy_(target)
+
+    def _narrow(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 ids as the kernels read them; those out of range stay out of range, also beyond 32 bits."""
+        tokens = ids.shape[0]
+        clamped = torch.clamp(ids, -2, self._problem.experts, out=self._ids64[:tokens])
+        return self._ids32[:tokens].copy_(clamped)
 
     def _launcher(self, *, quantized: bool) -> Launcher:
         launcher = self._launchers.get(quantized)
