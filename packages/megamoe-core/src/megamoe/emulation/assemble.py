@@ -15,11 +15,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from megamoe import env
 from megamoe.compile.store import Store
+from megamoe.emulation.ptx import Kind, parse
 from megamoe.emulation.rewrite import Rewritten
 from megamoe.errors import EmulationError, UnsupportedInstruction
 from megamoe.log import logger
@@ -60,11 +62,48 @@ def version(name: str) -> str:
     return next((line.strip() for line in text.splitlines() if "release" in line), text.strip())
 
 
+@dataclass(frozen=True)
+class _Library:
+    """The device functions' PTX, taken apart: what every module needs, and each function with the functions that it calls."""
+
+    version: str
+    common: str
+    functions: dict[str, str]
+    calls: dict[str, frozenset[str]]
+
+    def text(self, wanted: set[str]) -> str:
+        """The part of the library that these functions need, in its order."""
+        needed, work = set(), [name for name in wanted if name in self.functions]
+        while work:
+            name = work.pop()
+            if name not in needed:
+                needed.add(name)
+                work += self.calls[name]
+        return self.common + "".join(text for name, text in self.functions.items() if name in needed)
+
+
 @functools.cache
-def device_functions() -> str:
-    """PTX of everything under ``device/``: without its directives, ready to stand before a kernel's own text."""
-    text = _device_ptx()
-    return re.sub(r"^\s*\.(version|target|address_size)\b.*$", "", text, flags=re.MULTILINE).replace(".visible .func", ".func")
+def _library() -> _Library:
+    module = parse(_device_ptx())
+    functions: dict[str, str] = {}
+    calls: dict[str, frozenset[str]] = {}
+    inside: set[int] = set()
+    for function in module.functions():
+        members = range(function.header, function.end + 1)
+        inside.update(members)
+        functions[function.name] = "".join(module.statements[i].lead + module.statements[i].text for i in members)
+    for name, text in functions.items():
+        functions[name] = text.replace(".visible .func", ".func", 1)
+        calls[name] = frozenset(_CALL.findall(text)) & functions.keys()
+    common = "".join(
+        s.lead + s.text.replace(".visible .func", ".func")
+        for i, s in enumerate(module.statements)
+        if i not in inside and s.kind is not Kind.LINE
+    )
+    return _Library(module.directive("version"), common, functions, calls)
+
+
+_CALL = re.compile(r"\bcall(?:\.uni)?\s+(?:\([^)]*\)\s*,\s*)?([\w$]+)")
 
 
 @functools.cache
@@ -87,11 +126,11 @@ def _build_device_functions() -> bytes:
 
 
 def link(rewritten: Rewritten) -> str:
-    """A rewritten module together with the device functions."""
-    directive = re.search(r"^\.version\s+\S+", _device_ptx(), re.MULTILINE)
-    assert directive is not None
-    text = re.sub(r"^\.version\s+\S+", directive[0], rewritten.text, count=1, flags=re.MULTILINE)
-    return re.sub(r"^\.address_size 64", lambda _: f".address_size 64\n{device_functions()}", text, count=1, flags=re.MULTILINE)
+    """A rewritten module together with the device functions that it calls."""
+    library = _library()
+    functions = library.text(set(_CALL.findall(rewritten.text)))
+    text = re.sub(r"^\.version\s+\S+", f".version {library.version}", rewritten.text, count=1, flags=re.MULTILINE)
+    return re.sub(r"^\.address_size 64", lambda _: f".address_size 64\n{functions}", text, count=1, flags=re.MULTILINE)
 
 
 def assemble(rewritten: Rewritten) -> bytes:
@@ -117,7 +156,7 @@ def _assemble(rewritten: Rewritten, text: str) -> bytes:
     refused = re.search(r"line (\d+); error\s*:\s*(.*)", run.stderr)
     if refused:
         # The device functions stand between the directives and the kernel: count from the end.
-        line = len(rewritten.lines) - (text.count("\n") - int(refused[1])) - 1
+        line = len(rewritten.lines) - 1 - (text.count("\n") - (int(refused[1]) - 1))
         original = rewritten.lines[line] if 0 <= line < len(rewritten.lines) else 0
         raise UnsupportedInstruction(rewritten.instruction(original), original, f"ptxas for sm_90a says: {refused[2].strip()}")
     raise EmulationError(f"ptxas refused a rewritten module: {run.stderr.strip()[-2000:]}", hint="report this with the kernel's PTX")

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megamoe.emulation.emit import Code, Names
+from megamoe.emulation.emit import Code, Collective, Names
 from megamoe.emulation.ptx import Instruction
-from megamoe.emulation.table import tmem_access, tmem_base
+from megamoe.emulation.table import find, tmem_access, tmem_base
 
 _BULK_STORE = re.compile(r"cp\.(reduce\.)?async\.bulk(\.tensor\.\dd)?\.global\.shared::cta\..*bulk_group.*")
 _ACCESS = re.compile(r"tcgen05\.(?P<what>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.x\d+\.b32")
@@ -74,8 +74,11 @@ class Later:
                 kept = re.sub(rf"{re.escape(name)}\b", shadow, kept)
             operands.append(kept)
         nothing = self.names.register("pred")
-        later = Code(self.names)(f"not.pred {nothing}, {site.pending};")
-        later.unless(nothing, [f"{instruction.opcode} {', '.join(operands)};"])
+        store = Instruction("", instruction.opcode, tuple(operands), instruction.line)
+        found = find(store)
+        replaced = found[0].replace(store, found[1], self.names) if found else None
+        lines = replaced.alone(self.names, store.line) if isinstance(replaced, Collective) else [str(store)]
+        later = Code(self.names)(f"not.pred {nothing}, {site.pending};").unless(nothing, lines)
         site.happen = later.lines
         self.bulk.append(site)
         return code(f"setp.eq.u32 {site.pending}, 0, 0;").lines

@@ -17,8 +17,13 @@ ALONE = "0xffffffff"
 
 @dataclass
 class Names:
-    """Fresh names of one function, and the declarations that they need."""
+    """Fresh names of one function, and the declarations that they need.
 
+    Attributes:
+        delayed: whether the function is rewritten for delayed mode.
+    """
+
+    delayed: bool = False
     count: int = 0
     declared: list[str] = field(default_factory=list)
 

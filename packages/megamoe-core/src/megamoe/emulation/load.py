@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.emulation.assemble import assemble
-from megamoe.emulation.faults import read_fault
+from megamoe.emulation.faults import RECORD, read_fault
 from megamoe.emulation.rewrite import Options, Rewritten, rewrite
 from megamoe.errors import EmulationError
 from megamoe.log import logger
@@ -78,7 +78,10 @@ class Emulation:
             self._keep.append(buffer)
             status = int(_runtime()._cudaLibraryLoadData(ctypes.c_void_p(library), buffer, None, None, 0, None, None, 0))
             if status == 0 and rewritten is not None:
-                self._loaded.append((ctypes.c_void_p.from_address(library).value or 0, rewritten))
+                handle = ctypes.c_void_p.from_address(library).value or 0
+                self._loaded.append((handle, rewritten))
+                if rewritten.seed:
+                    _write_global(handle, b"megamoe_seed", rewritten.seed.to_bytes(4, "little"))
         except Exception as error:  # noqa: BLE001 cannot pass through host code; check() raises it
             self._error = error
             logger().error("emulation: %s", error)
@@ -101,17 +104,9 @@ class Emulation:
         if status:
             raise EmulationError(f"The device reports CUDA error {status} after emulated kernels.", hint="start a new process")
         for handle, rewritten in self._loaded:
-            address, size = ctypes.c_void_p(), ctypes.c_size_t()
-            status = runtime._cudaLibraryGetGlobal(ctypes.byref(address), ctypes.byref(size), ctypes.c_void_p(handle), b"megamoe_fault")
-            if status:
-                raise EmulationError(f"The fault record of an emulated module cannot be found (CUDA error {status}).")
-            record = ctypes.create_string_buffer(size.value)
-            if runtime._cudaMemcpy(record, address, size, ctypes.c_int(2)):
-                raise EmulationError("The fault record of an emulated module cannot be read.", hint="start a new process")
-            fault = read_fault(record.raw, rewritten)
+            fault = read_fault(_read_global(handle, b"megamoe_fault"), rewritten)
             if fault:
-                zeros = ctypes.create_string_buffer(size.value)
-                runtime._cudaMemcpy(address, zeros, size, ctypes.c_int(1))
+                _write_global(handle, b"megamoe_fault", bytes(RECORD.size))
                 raise fault
 
 
@@ -214,6 +209,31 @@ def _artifacts(function: Any) -> tuple[str, bytes]:
     if not isinstance(ptx, str) or ".target" not in ptx or not isinstance(cubin, bytes):
         raise EmulationError("CuTe DSL kept no PTX and machine code of a function.", hint="begin the emulation before cutlass is imported")
     return ptx, cubin
+
+
+_TO_DEVICE, _TO_HOST = 1, 2
+
+
+def _global(handle: int, name: bytes) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+    address, size = ctypes.c_void_p(), ctypes.c_size_t()
+    status = _runtime()._cudaLibraryGetGlobal(ctypes.byref(address), ctypes.byref(size), ctypes.c_void_p(handle), name)
+    if status:
+        raise EmulationError(f"{name.decode()} of an emulated module cannot be found (CUDA error {status}).", hint="start a new process")
+    return address, size
+
+
+def _read_global(handle: int, name: bytes) -> bytes:
+    address, size = _global(handle, name)
+    buffer = ctypes.create_string_buffer(size.value)
+    if _runtime()._cudaMemcpy(buffer, address, size, ctypes.c_int(_TO_HOST)):
+        raise EmulationError(f"{name.decode()} of an emulated module cannot be read.", hint="start a new process")
+    return buffer.raw
+
+
+def _write_global(handle: int, name: bytes, data: bytes) -> None:
+    address, _ = _global(handle, name)
+    if _runtime()._cudaMemcpy(address, data, ctypes.c_size_t(len(data)), ctypes.c_int(_TO_DEVICE)):
+        raise EmulationError(f"{name.decode()} of an emulated module cannot be written.", hint="start a new process")
 
 
 _FATBIN = 0xBA55ED50

@@ -51,10 +51,11 @@ class Rewritten:
     Attributes:
         text: the PTX, without the device functions that it calls.
         source: the original PTX.
-        lines: for every line of ``text``, the 1-based line of ``source`` that it came from.
+        lines: for every line of ``text``, the 1-based line of ``source`` that it came from (0: from none).
         forms: how often each form was replaced.
         notes: what is slower than usual, with its line.
         target: the architecture of ``source``.
+        seed: what whoever loads the module writes to ``megamoe_seed``; 0 outside delayed mode.
     """
 
     text: str
@@ -63,6 +64,7 @@ class Rewritten:
     forms: dict[str, int]
     notes: tuple[str, ...]
     target: str
+    seed: int
 
     def instruction(self, line: int) -> str:
         """Text of a line of ``source``; empty for 0."""
@@ -115,8 +117,8 @@ class _Rewriter:
             index += 1
         self.out.append((self.module.tail, 0))
         text = "".join(part for part, _ in self.out)
-        lines = [line for part, line in self.out for _ in range(part.count("\n"))]
-        return Rewritten(text, self.source, tuple(lines), dict(self.forms), tuple(self.notes), self.target)
+        lines = [1, *(line for part, line in self.out for _ in range(part.count("\n")))]
+        return Rewritten(text, self.source, tuple(lines), dict(self.forms), tuple(self.notes), self.target, self.options.seed or 0)
 
     def _keep(self, statement: Statement, text: str) -> None:
         self.out.append((statement.lead, statement.line))
@@ -127,14 +129,15 @@ class _Rewriter:
 
     def _function(self, function: Function) -> None:
         body = self.module.statements
-        names = Names()
+        names = Names(delayed=self.options.seed is not None)
         later = Later(names)
         delayed: dict[int, list[str]] = {}
         if self.options.seed is not None:
             for index in range(function.start, function.end):
                 if body[index].kind is Kind.INSTRUCTION and later.delays(body[index].instruction):
                     delayed[index] = later.add(body[index].instruction)
-        regions = find_regions(body, function.start, function.end, _is_collective)
+        later_ones = {id(body[index]) for index in delayed}
+        regions = find_regions(body, function.start, function.end, lambda s: id(s) not in later_ones and _is_collective(s))
         first = next(i for i in range(function.start, function.end) if body[i].kind is not Kind.DECLARATION)
         for index in range(function.start, first):
             self._keep(body[index], body[index].text)
@@ -145,7 +148,7 @@ class _Rewriter:
         if function.kernel:
             begin(*later.begin())
             limit = SHARED_LIMITS[self.target.rstrip("af")] if self.options.strict else 0xFFFFFFFF
-            settings = (limit, self.options.limit_ms, int(self.options.strict), self.options.seed or 0)
+            settings = (limit, self.options.limit_ms, int(self.options.strict), int(names.delayed))
             begin.call("megamoe_begin", [("b32", str(value)) for value in settings])
         self.out[place:place] = [(f"\n{text}", body[first].line) for text in begin.lines]
 
@@ -175,7 +178,7 @@ class _Rewriter:
             self._replace(statement, names, waited)
             return
         if function.kernel and instruction.opcode in ("ret", "exit"):
-            leave = Code(names)(*later.leave()).call("megamoe_end", [])
+            leave = Code(names)(*later.leave()).call("megamoe_end_delayed" if names.delayed else "megamoe_end", [])
             self._replace(statement, names, [*leave.lines, f"{instruction.opcode};"])
             return
         found = find(instruction)

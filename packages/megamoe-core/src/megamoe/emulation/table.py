@@ -356,7 +356,9 @@ def _wait(i: Instruction, m: re.Match[str], names: Names) -> Replacement | None:
     code(f"{i.opcode} {', '.join(i.operands[:3])};")
     inner = Code(names)
     barrier = inner.shared_address(i.operands[1])
-    inner.call("megamoe_waiting", [("b32", str(i.line)), ("b32", barrier)], ("b32", give_up))(f"setp.ne.u32 {predicate}, {give_up}, 0;")
+    inner.call(
+        "megamoe_waiting_delayed" if names.delayed else "megamoe_waiting", [("b32", str(i.line)), ("b32", barrier)], ("b32", give_up)
+    )(f"setp.ne.u32 {predicate}, {give_up}, 0;")
     return code.unless(predicate, inner.lines).lines
 
 

@@ -79,7 +79,7 @@ EMU_INLINE void enqueue(const Operation &op, u32 line) {
 // ---- life of a CTA ----
 
 // Every thread, before anything else of the kernel.
-EMU_CALL void megamoe_begin(u32 shared_limit, u32 limit_ms, u32 poison, u32 seed) {
+EMU_CALL void megamoe_begin(u32 shared_limit, u32 limit_ms, u32 poison, u32 delayed) {
   Cta *cta = own_cta();
   u32 threads = blockDim.x * blockDim.y * blockDim.z;
   if (thread() == 0) {
@@ -87,7 +87,7 @@ EMU_CALL void megamoe_begin(u32 shared_limit, u32 limit_ms, u32 poison, u32 seed
     cta->limit = limit_ms * 1000000ull;
     cta->live = threads;
     cta->relinquished = cta->serial = cta->lock = cta->head = cta->tail = 0;
-    cta->seed = seed;
+    cta->seed = delayed ? megamoe_seed : 0;
     __threadfence();
     atomicExch(&cta->slot, sm() + 1);
     if (shared_size() > shared_limit) report(FAULT_SHARED_LIMIT, 0, shared_size(), shared_limit);
@@ -99,13 +99,13 @@ EMU_CALL void megamoe_begin(u32 shared_limit, u32 limit_ms, u32 poison, u32 seed
   __syncthreads();
 }
 
-// Every thread, before it leaves.
-EMU_CALL void megamoe_end() {
-  u32 key = cta_key(cluster_rank());
-  Cta *cta = &ctas[key];
+// Whether this is the last thread of its CTA to leave.
+EMU_INLINE bool last_to_leave(Cta *cta) {
   __threadfence();
-  if (atomicSub(&cta->live, 1) != 1) return;
-  while (*(volatile u32 *)&cta->head != *(volatile u32 *)&cta->tail && !expired(cta, 0, 1)) queue_step(key, 1u << lane());
+  return atomicSub(&cta->live, 1) == 1;
+}
+
+EMU_INLINE void leave(u32 key) {
   u32 slot = sm(), left = 0;
   for (u32 i = 0; i < COLUMNS / CHUNK; i++) {
     u32 *owner = &tmem_owner[slot * (COLUMNS / CHUNK) + i];
@@ -118,19 +118,33 @@ EMU_CALL void megamoe_end() {
     report(FAULT_TMEM_LEFTOVER, 0, left, 0);
     atomicAnd(&tmem_taken[slot], ~left);
   }
-  atomicExch(&cta->slot, 0);
+  atomicExch(&ctas[key].slot, 0);
 }
 
-// After a barrier test that failed: whether to give up. `progress` may run delayed operations of the cluster meanwhile.
-EMU_CALL u32 megamoe_waiting(u32 line, u32 barrier) {
+// Every thread, before it leaves. `_delayed`: in delayed mode.
+EMU_CALL void megamoe_end() {
+  u32 key = cta_key(cluster_rank());
+  if (last_to_leave(&ctas[key])) leave(key);
+}
+
+EMU_CALL void megamoe_end_delayed() {
+  u32 key = cta_key(cluster_rank());
+  Cta *cta = &ctas[key];
+  if (!last_to_leave(cta)) return;
+  while (*(volatile u32 *)&cta->head != *(volatile u32 *)&cta->tail && !expired(cta, 0, 1)) queue_step(key, 1u << lane());
+  leave(key);
+}
+
+// After a barrier test that failed: whether to give up.
+EMU_CALL u32 megamoe_waiting(u32 line, u32 barrier) { return __any_sync(__activemask(), expired(own_cta(), line, barrier)); }
+
+// The same, and a draw decides whether delayed operations of the cluster make progress meanwhile.
+EMU_CALL u32 megamoe_waiting_delayed(u32 line, u32 barrier) {
   Cta *cta = own_cta();
-  u32 mask = __activemask();
-  if (cta->seed) {
-    u32 draw = __shfl_sync(mask, random_draw(cta), __ffs(mask) - 1);
-    if (draw % 4 == 0) {
-      u32 rank = draw / 4 % cluster_size(), key = cta_key(rank);
-      if (*(volatile u32 *)&ctas[key].slot) queue_step(key, mask);
-    }
+  u32 mask = __activemask(), draw = __shfl_sync(mask, random_draw(cta), __ffs(mask) - 1);
+  if (draw % 4 == 0) {
+    u32 key = cta_key(draw / 4 % cluster_size());
+    if (*(volatile u32 *)&ctas[key].slot) queue_step(key, mask);
   }
   return __any_sync(mask, expired(cta, line, barrier));
 }

@@ -86,14 +86,3 @@ EMU_PURE u32 float_to_ue8m0(float value, int up) {
 }
 
 EMU_PURE u32 ue8m0_to_bf16(u32 code) { return code == 0xff ? 0x7fff : code == 0 ? 0x0040 : code << 7; }
-
-// Four E2M1 codes, one to a byte as 0b00SEEM00 (how block-scaled mma.sync takes them), to E4M3 bytes of the same values.
-EMU_PURE u32 e2m1_bytes_to_e4m3(u32 word) {
-  const u8 table[8] = {0x00, 0x30, 0x38, 0x3c, 0x40, 0x44, 0x48, 0x4c};
-  u32 result = 0;
-  for (int i = 0; i < 4; i++) {
-    u32 code = word >> (8 * i + 2) & 0xf;
-    result |= (table[code & 7] | (code & 8) << 4) << (8 * i);
-  }
-  return result;
-}

@@ -19,6 +19,9 @@ enum FaultCode {
 struct Fault { u32 claimed, code, line, cta; u64 first, second; };
 extern "C" __device__ Fault megamoe_fault = {0, 0, 0, 0, 0, 0};
 
+// Of delayed mode; the host may write another one between launches.
+extern "C" __device__ u32 megamoe_seed = 1;
+
 // TMEM belongs to an SM, so its image does: [%smid][lane][column].
 __device__ __align__(256) u32 tmem_cells[SLOTS * LANES * COLUMNS];
 __device__ u32 tmem_taken[SLOTS];                    // a bit for every 32 columns

@@ -1,0 +1,70 @@
+"""Delayed mode: right kernels stay right with every seed, and a kernel without one of its waits or commits is found within 20."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from megamoe.emulation import Options
+from megamoe.errors import EmulationFault
+
+from . import kernels
+from . import model_mma as model
+
+pytestmark = pytest.mark.emulated
+SEEDS = range(1, 21)
+
+
+def multiply(emulated, seed, group=1, limit_ms=2000, **variant):
+    rng = np.random.default_rng(1)
+    a, b = model.random_codes(rng, (128 * group, 64), "f16"), model.random_codes(rng, (64, 64), "f16")
+    images = [[model.k_major_image(model.slab_bytes(half, model.F16, 16), 128) for half in np.split(x, group)] for x in (a, b)]
+    data = [np.concatenate([image for image, _, _ in halves]) for halves in images]
+    idesc = 1 << 4 | 64 >> 3 << 17 | 128 * group >> 4 << 24
+    sizes, descriptors = [d.nbytes // group for d in data], [ctypes.c_uint64(halves[0][1]) for halves in images]
+    arguments = (*data, np.zeros(1024, np.uint8), np.zeros((128 * group, 64), np.float32), *sizes, *descriptors, 2, 2, idesc)
+    shared, options = kernels.OPERANDS + sum(sizes) + 1024, Options(seed=seed, limit_ms=limit_ms)
+    out = emulated(kernels.mma("f16", 64, 4, group=group, **variant), *arguments, grid=group, shared=shared, options=options)[3]
+    return np.array_equal(out, model.values(a, "f16") @ model.values(b, "f16").T)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_right_kernel_stays_right(emulated, group):
+    assert all(multiply(emulated, seed, group) for seed in SEEDS)
+
+
+def test_a_right_kernel_that_elects_no_thread_stays_right(emulated):
+    assert all(multiply(emulated, seed, elected=False) for seed in SEEDS[:3])
+
+
+@pytest.mark.parametrize("omitted", ["wait", "wait::ld"])
+def test_a_missing_wait_is_found(emulated, omitted):
+    assert not all(multiply(emulated, seed, omit=(omitted,)) for seed in SEEDS)
+
+
+def test_a_missing_commit_is_found(emulated):
+    with pytest.raises(EmulationFault, match="deadline"):
+        multiply(emulated, 1, omit=("commit",), limit_ms=300)
+
+
+def test_without_delays_the_missing_waits_pass(emulated):
+    """Why there is a delayed mode."""
+    assert multiply(emulated, None, omit=("wait",))
+    assert multiply(emulated, None, omit=("wait::ld",))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_wait_for_stores(emulated, waits):
+    kernel = kernels.ld_st("32x32b", 8, 8, wait_store=waits)
+    (out,) = emulated(kernel, np.zeros((128, 8), np.uint32), shared=1024, options=Options(seed=1))
+    lanes = np.arange(128)
+    expected = (lanes % 32 * 1000 + lanes // 32 * 100000)[:, None] + np.arange(8)
+    assert np.array_equal(out, expected) == waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_wait_for_bulk_stores(emulated, waits):
+    (out,) = emulated(kernels.bulk_store(waits), np.zeros(128, np.uint32), shared=1024, options=Options(seed=1))
+    assert (out == (7 if waits else 9)).all()
