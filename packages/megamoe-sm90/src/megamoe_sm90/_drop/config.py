@@ -157,8 +157,8 @@ class NativeConfig:
     def claim_early(self) -> bool:
         """Whether a CTA claims a task before it has room for it.
 
-        Every task claimed ahead unbalances the end (a simulated schedule of 512 tokens over 32 experts takes 581, 536 and 498 thousand cycles
-        with three, two and one), so none is, unless FC2 tiles are so short that their loads are all issued before a claim comes back.
+        Every task claimed ahead unbalances the end (a simulated schedule of 512 tokens over 32 experts takes 581, 536 and 498 thousand
+        cycles with three, two and one), so none is, unless FC2 tiles are so short that their loads are all issued before a claim returns.
         """
         return self.kb2 - self.num_stages < 4
 
