@@ -2,7 +2,8 @@
 its kernels compile, and in every format it declares its results agree with a float64 oracle.
 
 A step that this machine cannot do is skipped with its reason. With --ranks N the layer runs over N processes, with different numbers of
-tokens, one rank without any.
+tokens, one rank without any. With --emulate ARCH, kernels for a Blackwell GPU are compiled, rewritten for Hopper and assembled instead;
+that needs no GPU and launches nothing. Where such a GPU is present, the usual steps run on it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from megamoe import catalog, select
 from megamoe.catalog import Record
-from megamoe.cli import codes
+from megamoe.cli import _emulated, codes
 from megamoe.cli.output import Output
 from megamoe.errors import InvalidInput, MegaMoEError
 from megamoe.formats import describe
@@ -36,7 +37,7 @@ class Finding:
 
     Attributes:
         backend: whose.
-        step: ``installed``, ``drop``, ``import``, ``compile`` or ``run``.
+        step: ``installed``, ``drop``, ``import``, ``compile``, ``emulate`` or ``run``.
         what: the format, for steps that go through all of them.
         result: ``passed``, ``failed`` or ``skipped``.
         seconds: how long it took.
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="run over so many ranks, a process each (default: 1)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random data (default: 0)")
+    parser.add_argument("--emulate", choices=sorted(_emulated.CAPABILITIES), help="rewrite the kernels for this architecture for Hopper")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,16 +72,17 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--ranks {args.ranks}; allowed: 1 or more.", hint="--ranks 2")
     for name in args.format:
         describe(name)  # raises, with the names there are
+    emulate = args.emulate if args.emulate and not _emulated.is_native(args.emulate) else None
     records = _records(args.backend)
     findings: list[Finding] = []
     with out.progress("checking") as step:
         for record in records:
-            for finding in _check(record, args.format, args.ranks, args.seed):
+            for finding in _check(record, args.format, args.ranks, args.seed, emulate):
                 findings.append(finding)
                 step()
     columns = ("backend", "step", "format", "result", "seconds", "detail")
     out.table(columns, [(f.backend, f.step, f.what, f.result, f"{f.seconds:.1f}", f.detail) for f in findings])
-    ran = {f.backend for f in findings if f.step == "run" and f.result == PASSED}
+    ran = {f.backend for f in findings if f.step == ("emulate" if emulate else "run") and f.result == PASSED}
     failed = [f for f in findings if f.result == FAILED]
     idle = [name for name in args.backend if name not in ran]
     out.text()
@@ -98,7 +101,7 @@ def _records(names: list[str]) -> list[Record]:
     return [found[name] for name in dict.fromkeys(names)] if names else list(found.values())
 
 
-def _check(record: Record, formats: list[str], ranks: int, seed: int) -> Iterator[Finding]:
+def _check(record: Record, formats: list[str], ranks: int, seed: int, emulate: str | None) -> Iterator[Finding]:
     if record.state not in ("ok", "unavailable"):
         result = SKIPPED if record.state == "disabled" else FAILED
         yield Finding(record.name, "installed", "", result, 0.0, "; ".join(map(str, record.reasons)))
@@ -107,6 +110,9 @@ def _check(record: Record, formats: list[str], ranks: int, seed: int) -> Iterato
     assert spec is not None
     if spec.missing:
         yield Finding(record.name, "run", "", SKIPPED, 0.0, spec.missing)
+        return
+    if emulate and not _emulated.serves(spec, emulate):
+        yield Finding(record.name, "emulate", "", SKIPPED, 0.0, f"it has no kernels for {emulate}")
         return
     yield from _check_drop(record)
     created: list[Backend] = []
@@ -122,11 +128,14 @@ def _check(record: Record, formats: list[str], ranks: int, seed: int) -> Iterato
     wanted = [name for name in spec.formats if name in formats] if formats else list(spec.formats)
     for name in wanted:
         problem = _problem(name, ranks)
+        if emulate:
+            yield _step(record.name, "emulate", name, partial(_emulated.rewrite_kernels, backend, problem, ranks, emulate))
+            continue
         if spec.archs:
             yield _step(record.name, "compile", name, partial(_compile, backend, problem, ranks))
         if record.state == "ok":
             yield _step(record.name, "run", name, partial(_rehearse, record.name, problem, ranks, seed))
-    if record.state != "ok":
+    if record.state != "ok" and not emulate:
         yield Finding(record.name, "run", "", SKIPPED, 0.0, "; ".join(reason.text for reason in record.reasons))
 
 
