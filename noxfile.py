@@ -173,9 +173,9 @@ def wheel_tests(session: nox.Session, arch: str) -> None:
 
 @nox.session(requires=["build"])
 def tests(session: nox.Session) -> None:
-    """Core and several ranks on the CPU, with all four wheels installed from dist/."""
+    """Core, the emulation's host side, and several ranks on the CPU, with all four wheels installed from dist/."""
     session.install(*CONSTRAINTS, *PYTEST, TRANSFORMERS, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
-    here = _tests("core", *_existing("ranks"))
+    here = _tests("core", "emulation", "ranks")
     _pytest(session, *here, "-m", "not alone", "-n", "2", "--dist", "loadfile")
     if not session.posargs:
         _pytest(session, *here, "-m", "alone")
@@ -209,7 +209,9 @@ def _gpu_session(arch: str) -> None:
         if not any(tuple(device["capability"]) in CAPABILITIES[arch] for device in found):
             session.skip(f"needs an {arch} GPU, found {', '.join(str(device['name']) for device in found)}")
         _install_arch(session, arch, TRANSFORMERS)
-        _pytest(session, *_tests("core", *_existing(arch, "ranks")), "-m", f"gpu or {arch}", environment="gpu")
+        # The emulation runs Blackwell code on Hopper, so it is tested there.
+        folders, marks = (("emulation",), " or emulated") if arch == "sm90" else ((), "")
+        _pytest(session, *_tests("core", "ranks", *folders, *_existing(arch)), "-m", f"gpu or {arch}{marks}", environment="gpu")
         session.run("megamoe", "check", "--backend", arch)
 
     on_gpu.__doc__ = f"The {arch} wheel of dist/ on a GPU of that architecture; fails when no GPU test ran."
@@ -228,7 +230,7 @@ def multigpu(session: nox.Session) -> None:
     if len(found) < 2:
         session.skip(f"needs two GPUs, found one {found[0]['name']}")
     session.install(*CONSTRAINTS, *PYTEST, f"{_dist(session, 'megamoe-core')}[all,cu13]", "--find-links", str(DIST))
-    _pytest(session, *_tests(*_existing("ranks", *ARCHS)), "-m", "ranks", environment="gpu")
+    _pytest(session, *_tests("ranks", *_existing(*ARCHS)), "-m", "ranks", environment="gpu")
     session.run("megamoe", "check", "--ranks", str(len(found)))
 
 
