@@ -130,7 +130,19 @@ def test_the_backend_can_be_tuned_and_compiled_ahead():
     assert isinstance(BACKEND, Tunable)
     assert isinstance(BACKEND, Precompiles)
     plan = BACKEND.plan(PROBLEM)
-    assert [BACKEND.kernel(plan, tokens) for tokens in (0, 1, 8, 9, 4096)] == ["swap-8", "swap-8", "swap-8", "swap-16", "native-128-pool"]
+    chosen = [BACKEND.kernel(plan, tokens) for tokens in (0, 1, 8, 64, 65, 768, 4096)]
+    assert chosen == ["swap-8", "swap-8", *["native-64-gather"] * 2, *["native-128-gather"] * 2, "native-128-pool"]
+
+
+@pytest.mark.parametrize("name", ["dsv3", "dsv4", "qwen30b", "qwen235b"])
+def test_small_layers_stay_in_swap_order_longer(name):
+    """Swap order ends where more weights are touched than it streams well, or at 64 tokens; the ladder has no gap behind it."""
+    problem = SHAPES[name].problem(8192, "fp8_block128")
+    rungs = BACKEND.plan(problem).detail
+    swap = [rung.tokens for rung in rungs if rung.order == "swap"]
+    assert swap[-1] == {"dsv3": 2, "dsv4": 2, "qwen30b": 64, "qwen235b": 64}[name]
+    assert [rung.tokens for rung in rungs] == sorted({rung.tokens for rung in rungs})
+    assert rungs[-1].tokens == problem.max_tokens
 
 
 def test_several_ranks_are_refused():
