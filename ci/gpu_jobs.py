@@ -23,6 +23,9 @@ SHARED = (
 )
 
 
+ALSO = {"sm90": ("tests/emulation/",)}  # emulated Blackwell code runs on Hopper
+
+
 def rows() -> list[dict[str, object]]:
     """Every row, as written."""
     return list(tomllib.loads(Path(__file__).with_name("gpu-matrix.toml").read_text())["row"])
@@ -33,9 +36,11 @@ def needed(changed: Iterable[str]) -> list[dict[str, object]]:
     paths = list(changed)
     if any(path.startswith(SHARED) for path in paths):
         return rows()
-    return [
-        row for row in rows() if any(path.startswith((f"packages/megamoe-{row['wheel']}/", f"tests/{row['wheel']}/")) for path in paths)
-    ]
+    return [row for row in rows() if any(path.startswith(_own(str(row["wheel"]))) for path in paths)]
+
+
+def _own(wheel: str) -> tuple[str, ...]:
+    return (f"packages/megamoe-{wheel}/", f"tests/{wheel}/", *ALSO.get(wheel, ()))
 
 
 if __name__ == "__main__":

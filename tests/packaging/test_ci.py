@@ -37,6 +37,7 @@ def test_every_arch_wheel_has_its_gpu_and_every_row_its_fields(gpu_jobs):
         (["README.md", "docs/formats.md"], set()),
         (["packages/megamoe-sm120/src/megamoe_sm120/backend.py"], {"sm120"}),
         (["tests/sm90/test_run.py", "README.md"], {"sm90"}),
+        (["tests/emulation/test_mma.py"], {"sm90"}),
         (["packages/megamoe-core/src/megamoe/device/combine.py"], {"sm90", "sm100", "sm120"}),
         (["packages/megamoe-core/README.md"], set()),
     ],
