@@ -11,7 +11,7 @@ MAX_SLOTS = 8  # rows that the dispatch warp has in flight
 TILE_N = 256  # weight rows of a tile: 128 gate and 128 up rows in FC1, 256 output columns in FC2
 ROW_BYTES = 128  # a K block is one 128-byte swizzled line a row
 SMEM_BYTES = 232448
-SLOTS = 2  # task ring: the task in work and the next
+SLOTS = 3  # task ring
 MATH_WARPS = 8
 THREADS = 384
 
@@ -152,15 +152,6 @@ class NativeConfig:
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, an upper bound."""
         return self.fixed_bytes + self.num_stages * self.stage_bytes + self.move_slots * self.row_bytes
-
-    @property
-    def claim_early(self) -> bool:
-        """Whether a CTA claims a task before it has room for it.
-
-        Every task claimed ahead unbalances the end (a simulated schedule of 512 tokens over 32 experts takes 581, 536 and 498 thousand
-        cycles with three, two and one), so none is, unless FC2 tiles are so short that their loads are all issued before a claim returns.
-        """
-        return self.kb2 - self.num_stages < 4
 
     @property
     def group(self) -> int:

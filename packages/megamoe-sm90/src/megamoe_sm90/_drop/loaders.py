@@ -32,7 +32,7 @@ class Loaders:
 
     @cute.jit
     def schedule(self, control, bank, ring, tfull, tempty, counts, base, bidx, grid, lane):
-        """Claims tasks in stream order and hands them to the other warps, one ahead of the task in work.
+        """Claims tasks in stream order and hands them to the other warps, as many ahead as the ring has slots.
 
         A slot that comes back means that all math warps have finished its task: this warp then publishes it, so that no math warp waits
         for a fence.
@@ -48,12 +48,10 @@ class Loaders:
         kind = Int32(0)
         used = Int32(0)
         while kind != stream.END:
-            self.take_back(bank, words, tempty, slot, phase, used >= SLOTS, lane)
-            if cutlass.const_expr(not c.claim_early):
-                task = self.claim(task, bank, grid, used > 0, lane)
             kind, block, tile = stream.decode(task, blocks, c.group, c.n1, c.n2)
             if deadline.aborted(control) != 0:
                 kind = Int32(stream.END)
+            self.take_back(bank, words, tempty, slot, phase, used >= SLOTS, lane)
             at = slot * self.slot_words
             if kind != stream.END:
                 e = routing.expert_of(block, base, c.experts, lane)
@@ -67,8 +65,9 @@ class Loaders:
             if lane == 0:
                 words[at] = kind
                 cute.arch.mbarrier_arrive(tfull + slot)
-            if cutlass.const_expr(c.claim_early):
-                task = self.claim(task, bank, grid, True, lane)
+                task = grid + memory.add_relaxed(bank + regions.CLAIMS, Int32(1))
+            cute.arch.sync_warp()
+            task = cute.arch.shuffle_sync(task, 0)
             used = used + 1
             slot, phase = self._advance(slot, phase, SLOTS)
         # The end task stays in its slot; the others still come back.
@@ -76,16 +75,6 @@ class Loaders:
             self.take_back(bank, words, tempty, slot, phase, used >= SLOTS, lane)
             used = used + 1
             slot, phase = self._advance(slot, phase, SLOTS)
-
-    @cute.jit
-    def claim(self, task, bank, grid, wanted, lane):
-        """The next task of the stream, if `wanted`; else `task`. The first of every CTA is its own number."""
-        if wanted:
-            if lane == 0:
-                task = grid + memory.add_relaxed(bank + regions.CLAIMS, Int32(1))
-            cute.arch.sync_warp()
-            task = cute.arch.shuffle_sync(task, 0)
-        return task
 
     @cute.jit
     def take_back(self, bank, words, tempty, slot, phase, used, lane):
