@@ -35,6 +35,8 @@ CUTLASS = "nvidia-cutlass-dsl[cu13]==4.8.*"
 TVM_FFI = "apache-tvm-ffi>=0.1.15"
 LIGHT = ("importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.7")  # what core needs apart from torch
 RUFF = "ruff==0.17.6"  # pinned: its rules and its formatting change between releases
+# What builds the emulation's device functions; the parts must be of one release.
+NVCC = tuple(f"nvidia-{part}==13.1.*" for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl"))
 MYPY = "mypy==2.4.1"
 
 OTHER_PYTHONS = tuple(f"3.{minor}" for minor in range(11, 15) if minor != sys.version_info.minor)
@@ -174,7 +176,7 @@ def wheel_tests(session: nox.Session, arch: str) -> None:
 @nox.session(requires=["build"])
 def tests(session: nox.Session) -> None:
     """Core, the emulation's host side, and several ranks on the CPU, with all four wheels installed from dist/."""
-    session.install(*CONSTRAINTS, *PYTEST, TRANSFORMERS, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
+    session.install(*CONSTRAINTS, *PYTEST, *NVCC, TRANSFORMERS, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
     here = _tests("core", "emulation", "ranks")
     _pytest(session, *here, "-m", "not alone", "-n", "2", "--dist", "loadfile")
     if not session.posargs:
@@ -210,6 +212,8 @@ def _gpu_session(arch: str) -> None:
             session.skip(f"needs an {arch} GPU, found {', '.join(str(device['name']) for device in found)}")
         _install_arch(session, arch, TRANSFORMERS)
         # The emulation runs Blackwell code on Hopper, so it is tested there.
+        if arch == "sm90":
+            session.install(*CONSTRAINTS, *NVCC)
         folders, marks = (("emulation",), " or emulated") if arch == "sm90" else ((), "")
         _pytest(session, *_tests("core", "ranks", *folders, *_existing(arch)), "-m", f"gpu or {arch}{marks}", environment="gpu")
         session.run("megamoe", "check", "--backend", arch)

@@ -19,7 +19,7 @@ struct Operation {
   Copy copy;
   Commit commit;
 };
-__device__ Operation queued[QUEUES * QUEUE];
+EMU_STATE Operation queued[QUEUES * QUEUE];
 
 EMU_INLINE void commit_run(const Commit &c) {
   __threadfence();
@@ -40,7 +40,7 @@ EMU_INLINE void operation_run(const Operation &op, u32 first, u32 step) {
 EMU_INLINE Operation *queue_of(u32 key) { return &queued[(size_t)(key & (QUEUES - 1)) * QUEUE]; }
 
 // The oldest operation of a CTA's queue by the threads of `mask`, all of which call this. Whether there was one, or someone else has the lock.
-static __device__ __noinline__ bool queue_step(u32 key, u32 mask) {
+EMU_FUNCTION bool queue_step(u32 key, u32 mask) {
   Cta *cta = &ctas[key];
   u32 leader = __ffs(mask) - 1, index = __popc(mask & ((1u << lane()) - 1)), state = 0;
   if (lane() == leader && *(volatile u32 *)&cta->head != *(volatile u32 *)&cta->tail) {
@@ -81,11 +81,11 @@ EMU_INLINE void enqueue(const Operation &op, u32 line) {
 // Every thread, before anything else of the kernel.
 EMU_CALL void megamoe_begin(u32 shared_limit, u32 limit_ms, u32 poison, u32 delayed) {
   Cta *cta = own_cta();
-  u32 threads = blockDim.x * blockDim.y * blockDim.z;
+  u32 count = threads();
   if (thread() == 0) {
     cta->start = now();
     cta->limit = limit_ms * 1000000ull;
-    cta->live = threads;
+    cta->live = count;
     cta->relinquished = cta->serial = cta->lock = cta->head = cta->tail = 0;
     cta->seed = delayed ? megamoe_seed : 0;
     __threadfence();
@@ -93,8 +93,8 @@ EMU_CALL void megamoe_begin(u32 shared_limit, u32 limit_ms, u32 poison, u32 dela
     if (shared_size() > shared_limit) report(FAULT_SHARED_LIMIT, 0, shared_size(), shared_limit);
   }
   if (poison)
-    for (u32 at = thread() * 4; at < shared_size(); at += threads * 4) asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_begin() + at), "r"(POISON) : "memory");
-  for (u32 i = thread() + blockIdx.x * threads; i < LANES * COLUMNS; i += threads * gridDim.x) tmem_scratch[i] = POISON;
+    for (u32 at = thread() * 4; at < shared_size(); at += count * 4) store_shared32(shared_of(shared_begin() + at, cluster_rank()), POISON);
+  for (u32 i = thread(); i < LANES * COLUMNS; i += count) tmem_scratch[i] = POISON;
   __threadfence();
   __syncthreads();
 }

@@ -98,7 +98,7 @@ EMU_INLINE float scale_value(const Mma &m, u32 word, u32 id, u32 block) {
 
 // ---- any number of threads ----
 
-static __device__ __noinline__ void mma_by_threads(const Mma &m, const Part &p, u32 first, u32 step) {
+EMU_FUNCTION void mma_by_threads(const Mma &m, const Part &p, u32 first, u32 step) {
   u32 elements = elements_of_k(p.kind), group = mma_group(m), per_block = p.blocks ? elements / p.blocks : elements;
   for (u32 i = first; i < p.rows * p.columns; i += step) {
     u32 row = i / p.columns, column = i % p.columns, to_lane, to_column;
@@ -126,8 +126,8 @@ static __device__ __noinline__ void mma_by_threads(const Mma &m, const Part &p, 
     if (p.kind == KIND_I8) {
       __stcg(to, (u32)(whole + (m.accumulate & 1 ? (int)__ldcg(to) : 0)));
     } else {
-      if (m.accumulate & 1) sum += __uint_as_float(__ldcg(to));
-      __stcg(to, __float_as_uint((float)sum));
+      if (m.accumulate & 1) sum += float_of(__ldcg(to));
+      __stcg(to, bits_of((float)sum));
     }
   }
 }
@@ -135,9 +135,6 @@ static __device__ __noinline__ void mma_by_threads(const Mma &m, const Part &p, 
 // ---- a whole warp with mma.sync ----
 
 EMU_INLINE u32 halves(u32 low, u32 high) { return low | high << 16; }
-EMU_INLINE u32 e4m3_pair(u32 v) { u32 r; u16 h = (u16)v; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(h)); return r; }
-EMU_INLINE u32 e5m2_pair(u32 v) { u32 r; u16 h = (u16)v; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(r) : "h"(h)); return r; }
-EMU_INLINE u32 multiply_pair(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 // A byte of two E2M1 codes as halves: the code's bits moved to a half's exponent are 2^-14 of its value.
 EMU_INLINE u32 e2m1_pair(u32 byte) {
   u32 x = (byte & 0xf) | (byte & 0xf0) << 12;
@@ -146,15 +143,6 @@ EMU_INLINE u32 e2m1_pair(u32 byte) {
 EMU_INLINE u32 six_bit_half(u32 code, int format) {  // E2M3 and E3M2 likewise: moved to a half, then times 2^14 or 2^12
   u32 sign = (code & 0x20) << 10, magnitude = code & 0x1f;
   return sign | magnitude << (format == FMT_E2M3 ? 7 : 8);
-}
-
-EMU_INLINE void multiply_16(float *c, const u32 *a, u32 b0, u32 b1, bool bf16) {
-  if (bf16)
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // A 32-bit word of K (1, 2 or 4 pairs of elements) as pairs of halves. PAIRS: 1 half, 2 byte-sized, 4 four-bit.
@@ -224,7 +212,7 @@ EMU_INLINE float scaled(float value, u32 a, u32 b) { return a == 0xff || b == 0x
 template <int PAIRS, int SCALE> EMU_INLINE void mma_by_warp(const Mma &m, const Part &p) {
   u32 g = lane() >> 2, t = lane() & 3, group = mma_group(m), id_a = m.idesc >> 29 & 3, id_b = m.idesc >> 4 & 3;
   bool bf16 = p.format_a == FMT_BF16;
-#pragma unroll 1
+  EMU_LOOP
   for (u32 row = g; row < p.rows; row += 16) {
     u32 a[PAIRS][4];  // rows g and g + 8, words t and t + 4
     for (int i = 0; i < 4; i++) {
@@ -242,7 +230,7 @@ template <int PAIRS, int SCALE> EMU_INLINE void mma_by_warp(const Mma &m, const 
         u32 byte = scale_a[i & 1] >> (8 * ((i >> 1) * 2 + (t >> 1))) & 0xff, factor = e4m3_pair(byte | byte << 8);
         for (int j = 0; j < PAIRS; j++) a[j][i] = multiply_pair(a[j][i], factor);
       }
-#pragma unroll 1
+  EMU_LOOP
     for (u32 column = 0; column < p.columns; column += 8) {
       u32 b[2][PAIRS];
       fetch_b<PAIRS>(m, p, column + g, t, b[0]);
@@ -333,11 +321,11 @@ EMU_INLINE bool mma_part(const Mma &m, Part *p, u32 half) {
 }
 
 // `first` of `step` threads that all call this; 32 of 32 are a converged warp.
-static __device__ __noinline__ void mma_run(const Mma &m, u32 first, u32 step) {
+EMU_FUNCTION void mma_run(const Mma &m, u32 first, u32 step) {
   Part p;
   if (!mma_allowed(m, &p)) return;
   bool plain = !(m.idesc >> 13 & 3) && p.kind != KIND_TF32 && p.kind != KIND_I8 && !(p.kind == KIND_MXF4NVF4 && p.blocks == 4 && m.idesc >> 23 & 1);
-#pragma unroll 1
+  EMU_LOOP
   for (u32 half = 0; half < mma_group(m); half++) {
     if (!mma_part(m, &p, half)) return;
     if (step != 32 || !plain) mma_by_threads(m, p, first, step);

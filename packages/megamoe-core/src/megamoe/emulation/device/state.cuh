@@ -1,10 +1,8 @@
 // What an emulated device keeps: tensor memory, one record a CTA, and the first fault.
 #pragma once
 #include "layout.cuh"
+#include "machine.cuh"
 #include "numbers.cuh"
-
-#define EMU_CALL extern "C" __device__ __noinline__
-#define EMU_INLINE __device__ __forceinline__
 
 enum { SLOTS = 160, LANES = 128, COLUMNS = 512, CHUNK = 32, CTAS = 1 << 16, QUEUES = 2048, QUEUE = 64 };
 static const u32 POISON = 0xffffffff;  // NaN as float, as two halves and as two bfloat16, 255 (NaN) as E4M3 and UE8M0
@@ -17,15 +15,19 @@ enum FaultCode {
 
 // Read by the host after a launch; the first fault stays.
 struct Fault { u32 claimed, code, line, cta; u64 first, second; };
-extern "C" __device__ Fault megamoe_fault = {0, 0, 0, 0, 0, 0};
+extern "C" {
+EMU_STATE Fault megamoe_fault = {0, 0, 0, 0, 0, 0};
+}
 
 // Of delayed mode; the host may write another one between launches.
-extern "C" __device__ u32 megamoe_seed = 1;
+extern "C" {
+EMU_STATE u32 megamoe_seed = 1;
+}
 
 // TMEM belongs to an SM, so its image does: [%smid][lane][column].
-__device__ __align__(256) u32 tmem_cells[SLOTS * LANES * COLUMNS];
-__device__ u32 tmem_taken[SLOTS];                    // a bit for every 32 columns
-__device__ u32 tmem_owner[SLOTS * COLUMNS / CHUNK];  // 1 + key of the CTA that holds these columns
+EMU_STATE alignas(256) u32 tmem_cells[SLOTS * LANES * COLUMNS];
+EMU_STATE u32 tmem_taken[SLOTS];                    // a bit for every 32 columns
+EMU_STATE u32 tmem_owner[SLOTS * COLUMNS / CHUNK];  // 1 + key of the CTA that holds these columns
 
 struct Cta {
   u64 start, limit;         // ns
@@ -36,25 +38,10 @@ struct Cta {
   u32 serial;               // random numbers drawn
   u32 lock, head, tail;     // its queue of delayed operations
 };
-__device__ Cta ctas[CTAS];
-
-EMU_INLINE u32 sm() { u32 r; asm volatile("mov.u32 %0, %%smid;" : "=r"(r)); return r; }
-EMU_INLINE u32 lane() { u32 r; asm volatile("mov.u32 %0, %%laneid;" : "=r"(r)); return r; }
-EMU_INLINE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-EMU_INLINE u32 cluster_size() { u32 r; asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
-EMU_INLINE u64 now() { u64 r; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(r)); return r; }
-EMU_INLINE u32 thread() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
+EMU_STATE Cta ctas[CTAS];
 
 // A number that no two running CTAs of a launch share, and that a CTA can tell for its peers in the cluster.
-EMU_INLINE u32 cta_key(u32 rank) {
-  u32 x, y, z, nx, ny;
-  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(x));
-  asm volatile("mov.u32 %0, %%clusterid.y;" : "=r"(y));
-  asm volatile("mov.u32 %0, %%clusterid.z;" : "=r"(z));
-  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(nx));
-  asm volatile("mov.u32 %0, %%nclusterid.y;" : "=r"(ny));
-  return ((x + nx * (y + ny * z)) * cluster_size() + rank) & (CTAS - 1);
-}
+EMU_INLINE u32 cta_key(u32 rank) { return (cluster_index() * cluster_size() + rank) & (CTAS - 1); }
 EMU_INLINE Cta *own_cta() { return &ctas[cta_key(cluster_rank())]; }
 
 EMU_INLINE void report(u32 code, u32 line, u64 first, u64 second) {
@@ -105,20 +92,4 @@ EMU_INLINE u32 slot_of(u32 rank, u32 line) {
   return peer->slot - 1;
 }
 
-// ---- shared memory of the cluster: the CTA's rank lies in bits 24 and up of an address ----
-
 EMU_INLINE u32 shared_of(u32 address, u32 rank) { return (address & 0xffffff) | rank << 24; }
-EMU_INLINE u32 load_shared(u32 a) { u32 v; asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
-EMU_INLINE u32 load_shared16(u32 a) { u16 v; asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(v) : "r"(a) : "memory"); return v; }
-EMU_INLINE u32 load_shared8(u32 a) { u32 v; asm volatile("ld.shared::cluster.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory"); return v; }
-EMU_INLINE void store_shared(u32 a, uint4 v) {
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-EMU_INLINE void complete_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-EMU_INLINE void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-EMU_INLINE u32 shared_begin() { u32 r; asm volatile("mov.u32 %0, %%reserved_smem_offset_end;" : "=r"(r)); return r; }
-EMU_INLINE u32 shared_size() { u32 r; asm volatile("mov.u32 %0, %%total_smem_size;" : "=r"(r)); return r; }

@@ -51,7 +51,7 @@ EMU_CALL u32 megamoe_tensor_load(u32 line, u32 leader, u64 address, u32 c0, u32 
       for (u32 r = 0; r < 16; r++)
         if (mask >> r & 1) store_shared(shared_of(place, r), value);
     }
-    asm volatile("fence.acq_rel.cluster;" ::: "memory");
+    cluster_fence();
     if (!alone) __syncwarp();
     if (first == 0)
       for (u32 r = 0; r < 16; r++)
@@ -90,7 +90,7 @@ EMU_CALL void megamoe_try_cancel(u32 to, u32 barrier, u32 everywhere) {
   for (u32 r = 0; r < cluster_size(); r++)
     if (everywhere || r == cluster_rank()) {
       store_shared(shared_of(to, r), make_uint4(0, 0, 0, 0));
-      asm volatile("fence.acq_rel.cluster;" ::: "memory");
+      cluster_fence();
       complete_bytes(shared_of(barrier, r), 16);
     }
 }

@@ -32,7 +32,7 @@ EMU_CALL void megamoe_tmem_alloc(u32 line, u32 to, u32 columns) {
   base = __shfl_sync(~0u, base, 0);
   if (base < COLUMNS) poison_columns(slot, base, columns, lane(), 32);
   __threadfence();
-  if (lane() == 0) asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(base) : "memory");
+  if (lane() == 0) store_shared32(to, base);
   __syncwarp();
 }
 
@@ -58,7 +58,7 @@ EMU_CALL void megamoe_tmem_relinquish(u32 line) {
   if (lane() == 0) atomicExch(&own_cta()->relinquished, 1);
 }
 
-__device__ u32 tmem_scratch[LANES * COLUMNS];  // where an access that a check refused goes, full of poison
+EMU_STATE u32 tmem_scratch[LANES * COLUMNS];  // where an access that a check refused goes, full of poison
 
 // Global address of register 0 of tcgen05.ld or st for this thread; the rewriter adds the constant distances of the other registers.
 EMU_CALL u64 megamoe_tmem_address(u32 line, u32 address, u32 shape, u32 registers) {
@@ -70,7 +70,7 @@ EMU_CALL u64 megamoe_tmem_address(u32 line, u32 address, u32 shape, u32 register
   legal &= columns_owned(sm(), cta_key(cluster_rank()), column, tmem_columns(shape, registers), line);
   tmem_cell(shape, lane(), 0, &to_row, &to_column);
   u32 *to = legal ? cell(sm(), row % 32 + 32 * warp + to_row, column + to_column) : tmem_scratch + to_row * COLUMNS + to_column;
-  return (u64)__cvta_generic_to_global(to);
+  return global_address(to);
 }
 
 // ---- tcgen05.cp: shared memory to TMEM ----
@@ -82,7 +82,7 @@ struct Copy {
   u32 to, shape, group, line, rank;
 };
 
-static __device__ __noinline__ void copy_run(const Copy &c, u32 first, u32 step) {
+EMU_FUNCTION void copy_run(const Copy &c, u32 first, u32 step) {
   u32 columns = c.shape == COPY_128X256B ? 8 : 4, rows = c.shape == COPY_32X128B_X4 ? 32 : c.shape >= COPY_64X128B_02_13 ? 64 : 128;
   int wrong = descriptor_fault(c.from);
   if (wrong) { report(FAULT_DESCRIPTOR, c.line, c.from, wrong); return; }

@@ -74,8 +74,8 @@ EMU_CALL void megamoe_stmatrix_b8(u32 address, u32 value, u32 index) {
   u32 column = lane() >> 2;
   for (int i = 0; i < 2; i++) {
     u32 row = __shfl_sync(~0u, address, (lane() & 3) * 2 + i + 8 * index);
-    asm volatile("st.shared.u8 [%0], %1;" ::"r"(row + column), "r"(value >> (8 * i)) : "memory");
-    asm volatile("st.shared.u8 [%0], %1;" ::"r"(row + column + 8), "r"(value >> (8 * i + 16)) : "memory");
+    store_shared8(shared_of(row + column, cluster_rank()), value >> (8 * i));
+    store_shared8(shared_of(row + column + 8, cluster_rank()), value >> (8 * i + 16));
   }
   __syncwarp();
 }
