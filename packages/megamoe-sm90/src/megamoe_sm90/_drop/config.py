@@ -61,6 +61,11 @@ class NativeConfig:
             raise ValueError("early routing weights cannot be combined with an output bias (bias2)")
 
     @property
+    def slots(self) -> int:
+        """Experts of all ranks that a CTA keeps counts of; one rank counts in one place."""
+        return 0
+
+    @property
     def block_scales(self) -> bool:
         return self.fmt == "fp8_block128"
 
@@ -128,7 +133,7 @@ class NativeConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the stages: counts, offsets, task ring, row indices, barriers."""
-        return 4 * (2 * self.experts + 1) + SLOTS * 4 * (8 + self.tile_m) + 4 * self.tile_m + 512 + 1024
+        return 4 * (2 * self.experts + 1) + 4 * (2 * self.slots + 2) + SLOTS * 4 * (8 + self.tile_m) + 4 * self.tile_m + 512 + 1024
 
     @property
     def row_bytes(self) -> int:

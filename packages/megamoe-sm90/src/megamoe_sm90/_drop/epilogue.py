@@ -93,6 +93,14 @@ class Epilogue:
         """False for columns behind the end of a row whose last tile is partial; constant where there is none."""
         return Boolean(True) if limit % span == 0 else column < limit
 
+    def result_row(self, stage, route):
+        """Where the FC2 row of a route goes."""
+        return stage + Int64(route) * (self.c.hidden * 2)
+
+    def weight_of(self, topk_w, route):
+        """Where the routing weight of a route lies; -1, a row without a route, reads the first."""
+        return topk_w + Int64(cutlass.max(route, 0)) * 4
+
     def fc1(
         self, part, accs, e, n, pool, valid, routes, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange
     ):
@@ -104,7 +112,7 @@ class Epilogue:
             dequant = w.load_f32(x_scale) * w.load_f32(w13_scale + Int64(e) * 4)
         weights = None
         if c.early:
-            weights = [w.load_f32(topk_w + Int64(cutlass.max(routes[row + 8 * r], 0)) * 4) for r in range(2)]
+            weights = [w.load_f32(self.weight_of(topk_w, routes[row + 8 * r])) for r in range(2)]
         self._fc1_values(part, accs, e, n, lane, dequant, weights, b13)
         amax = []
         if c.block_scales:
@@ -150,6 +158,6 @@ class Epilogue:
                             accs[p][v] = value if bias is None else value + bias
         for r in range(2):
             ok = row + 8 * r < valid
-            address = stage + Int64(routes[row + 8 * r]) * (c.hidden * 2)
+            address = self.result_row(stage, routes[row + 8 * r])
             for p in range(part.pieces):
                 self._store_bf16(accs[p], r, columns[p], c.hidden, 256, lane, address, ok, selectors)

@@ -6,6 +6,8 @@ from cutlass import Int32, Int64
 
 from .config import NativeConfig
 from .native import NativeMoE
+from .ranks import RanksMoE
+from .ranks_config import RanksConfig
 
 ARCH = "sm_90a"
 ADDRESSES = (
@@ -35,7 +37,8 @@ ADDRESSES = (
 
 def kernel_and_args(config: NativeConfig):
     """The jit object and example arguments for a compilation, which needs no GPU."""
-    return NativeMoE(config), (
+    kernel = RanksMoE(config) if isinstance(config, RanksConfig) else NativeMoE(config)
+    return kernel, (
         *[Int64(1024)] * len(ADDRESSES),
         Int32(1),
         Int64(0),

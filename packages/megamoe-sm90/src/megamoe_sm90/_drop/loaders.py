@@ -84,7 +84,11 @@ class Loaders:
         if used and lane == 0:
             if words[at] == stream.FC1:
                 memory.red_release(bank + regions.FC1_DONE + Int64(words[at + 5]) * 4, Int32(1))
+        self.returned(words, at, used, lane)
         cute.arch.sync_warp()
+
+    def returned(self, words, at, used, lane):
+        """An FC2 task that has come back needs no word here: the end of all tiles is waited for."""
 
     @cute.jit
     def load_weights(self, t13, g13, t2, g2, sBh, full, empty, ring, tfull, tempty, lane):

@@ -5,6 +5,8 @@ loaders (or one, and the dispatch warp that fills the pool). The math warpgroups
 CTA's experts; the weight loader streams meanwhile. See loaders.py, mathloop.py, epilogue.py and megamoe.device for the parts.
 """
 
+from types import SimpleNamespace
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -111,6 +113,8 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             tfull: cute.struct.MemRange[Int64, SLOTS]
             tempty: cute.struct.MemRange[Int64, SLOTS]
             moved: cute.struct.MemRange[Int64, 1]
+            sent: cute.struct.MemRange[Int32, c.slots + 1]
+            first: cute.struct.MemRange[Int32, c.slots + 1]
 
         self.storage = Storage
         self.kernel(
@@ -243,27 +247,51 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 cursor[0] = Int32(0)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        routing.count_routes(ids, routes, c.experts, c.ids64, counts, control, tidx, THREADS)
-        cute.arch.sync_threads()
-        if warp == 0:
-            routing.block_prefix(counts, base, c.experts, c.tile_m, lane)
-        cute.arch.sync_threads()
+        # What depends on where rows come from and go to, for the methods that one rank and several have of their own.
+        self.w = SimpleNamespace(
+            control=control,
+            bank=bank,
+            epoch=epoch,
+            list_ready=list_ready,
+            row_route=row_route,
+            x=x,
+            x_scale=x_scale,
+            xq=xq,
+            xs=xs,
+            ids=ids,
+            topk_w=topk_w,
+            tokens=tokens,
+            routes=routes,
+            bank_bytes=bank_bytes,
+            pool_rows=pool_rows,
+            wait_ms=wait_ms,
+            counts=counts,
+            base=base,
+            cursor=cursor_ptr,
+            sent=st.sent.data_ptr(),
+            first=st.first.data_ptr(),
+            stage=stage,
+            out=out,
+            bidx=bidx,
+            grid=grid,
+            warp=warp,
+            tidx=tidx,
+            lane=lane,
+        )
+        self.count()
 
         # setmaxnreg takes effect only where each role is one branch of a single if / else.
         if wg == 2:
             cute.arch.setmaxregister_decrease(c.registers[1])
+            self.await_counts()
             if warp == MATH_WARPS:
                 self.load_weights(t13, g13, t2, g2, sBh, full, empty, ring, tfull, tempty, lane)
             elif warp == MATH_WARPS + 1:
                 self.schedule(control, bank, ring, tfull, tempty, counts, base, bidx, grid, lane)
             else:
-                rows_x, rows_s = x, x_scale
-                if cutlass.const_expr(c.quantize):
-                    rows_x, rows_s = xq, xs
                 if cutlass.const_expr(c.rows == "gather"):
                     self.load_rows(
-                        rows_x,
-                        rows_s,
+                        *self.rows_of_x(),
                         mid,
                         mid_scale,
                         w13_scale,
@@ -316,77 +344,11 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                             lane,
                         )
                     else:
-                        if cutlass.const_expr(c.quantize):
-                            deadline.wait_ge(bank + regions.QUANTIZED, grid, control, regions.SITE_QUANTIZED, Int32(0), wait_ms)
-                        dispatch.move_rows(
-                            rows_x,
-                            rows_s,
-                            pool,
-                            pool_scale,
-                            row_route,
-                            list_ready,
-                            ready,
-                            control,
-                            counts,
-                            base,
-                            memory.shared_address(moving),
-                            moved,
-                            c.move_slots,
-                            c.row_bytes,
-                            c.kb1 if c.block_scales else 0,
-                            c.experts,
-                            c.top_k,
-                            c.tile_m,
-                            pool_rows,
-                            routes,
-                            epoch,
-                            bidx,
-                            grid,
-                            wait_ms,
-                            lane,
-                        )
+                        self.move_rows(pool, pool_scale, ready, memory.shared_address(moving), moved)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             launch.clear_next_bank(control, epoch, bank_bytes, bidx * MATH_THREADS + tidx, grid * MATH_THREADS)
-            if cutlass.const_expr(c.quantize):
-                static = Float32(1.0)
-                if cutlass.const_expr(not c.block_scales):
-                    static = memory.ld_f32(x_scale)
-                quantize.quantize_rows(
-                    x,
-                    xq,
-                    xs,
-                    static,
-                    tokens,
-                    c.hidden,
-                    c.block_scales,
-                    c.e5m2,
-                    c.rows == "pool",
-                    bidx * MATH_WARPS + warp,
-                    grid * MATH_WARPS,
-                    lane,
-                )
-                cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
-                if tidx == 0:
-                    memory.red_release(bank + regions.QUANTIZED, Int32(1))
-            routing.build_lists(
-                ids,
-                routes,
-                c.experts,
-                c.ids64,
-                c.tile_m,
-                counts,
-                base,
-                cursor_ptr,
-                row_route,
-                list_ready,
-                epoch,
-                bidx,
-                grid,
-                tidx,
-                MATH_THREADS,
-                BAR_MATH,
-            )
+            self.front()
             self.math(
                 sA,
                 sB,
@@ -412,29 +374,141 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 stage,
                 pool_rows,
             )
-            cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
-            if tidx == 0:
-                memory.red_release(bank + regions.FINISHED, Int32(1))
-            if warp == 0:
-                deadline.wait_ge(bank + regions.FINISHED, grid, control, regions.SITE_END, Int32(0), wait_ms)
-            cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
-            combine.sum_rows(
-                stage,
-                ids,
-                topk_w,
-                out,
-                tokens,
-                c.experts,
-                c.top_k,
-                c.hidden,
-                c.ids64,
-                not c.early,
-                bidx * MATH_WARPS + warp,
-                grid * MATH_WARPS,
-                lane,
-            )
+            self.finish()
             if tidx == 0:
                 launch.leave(control, grid)
+
+    @cute.jit
+    def count(self):
+        """Every CTA counts all routes, so that all know where each expert's rows go."""
+        c, w = self.c, self.w
+        routing.count_routes(w.ids, w.routes, c.experts, c.ids64, w.counts, w.control, w.tidx, THREADS)
+        cute.arch.sync_threads()
+        if w.warp == 0:
+            routing.block_prefix(w.counts, w.base, c.experts, c.tile_m, w.lane)
+        cute.arch.sync_threads()
+
+    def await_counts(self):
+        """Where the producer warps wait for the counts; here they have them."""
+
+    def rows_of_x(self):
+        """Activations and their scales, as FC1 takes them."""
+        return (self.w.xq, self.w.xs) if self.c.quantize else (self.w.x, self.w.x_scale)
+
+    @cute.jit
+    def move_rows(self, pool, pool_scale, ready, buffer, barrier):
+        """The dispatch warp: rows into the pool."""
+        c, w = self.c, self.w
+        rows, scales = self.rows_of_x()
+        if cutlass.const_expr(c.quantize):
+            deadline.wait_ge(w.bank + regions.QUANTIZED, w.grid, w.control, regions.SITE_QUANTIZED, Int32(0), w.wait_ms)
+        dispatch.move_rows(
+            rows,
+            scales,
+            pool,
+            pool_scale,
+            w.row_route,
+            w.list_ready,
+            ready,
+            w.control,
+            w.counts,
+            w.base,
+            buffer,
+            barrier,
+            c.move_slots,
+            c.row_bytes,
+            c.kb1 if c.block_scales else 0,
+            c.experts,
+            c.top_k,
+            c.tile_m,
+            w.pool_rows,
+            w.routes,
+            w.epoch,
+            w.bidx,
+            w.grid,
+            w.wait_ms,
+            w.lane,
+        )
+
+    @cute.jit
+    def quantize_to(self, xq, xs):
+        c, w = self.c, self.w
+        static = Float32(1.0)
+        if cutlass.const_expr(not c.block_scales):
+            static = memory.ld_f32(w.x_scale)
+        quantize.quantize_rows(
+            w.x,
+            xq,
+            xs,
+            static,
+            w.tokens,
+            c.hidden,
+            c.block_scales,
+            c.e5m2,
+            c.rows == "pool",
+            w.bidx * MATH_WARPS + w.warp,
+            w.grid * MATH_WARPS,
+            w.lane,
+        )
+
+    @cute.jit
+    def front(self):
+        """The math warps before the tasks: quantized activations, and the row lists of this CTA's experts."""
+        c, w = self.c, self.w
+        if cutlass.const_expr(c.quantize):
+            self.quantize_to(w.xq, w.xs)
+            cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
+            if w.tidx == 0:
+                memory.red_release(w.bank + regions.QUANTIZED, Int32(1))
+        routing.build_lists(
+            w.ids,
+            w.routes,
+            c.experts,
+            c.ids64,
+            c.tile_m,
+            w.counts,
+            w.base,
+            w.cursor,
+            w.row_route,
+            w.list_ready,
+            w.epoch,
+            w.bidx,
+            w.grid,
+            w.tidx,
+            MATH_THREADS,
+            BAR_MATH,
+        )
+
+    @cute.jit
+    def finish(self):
+        """The math warps after the tasks: the top-k sum, once all rows are there."""
+        c, w = self.c, self.w
+        cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
+        if w.tidx == 0:
+            memory.red_release(w.bank + regions.FINISHED, Int32(1))
+        if w.warp == 0:
+            deadline.wait_ge(w.bank + regions.FINISHED, w.grid, w.control, regions.SITE_END, Int32(0), w.wait_ms)
+        cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
+        self.sum_rows(w.stage, c.experts)
+
+    @cute.jit
+    def sum_rows(self, rows, experts: cutlass.Constexpr):
+        c, w = self.c, self.w
+        combine.sum_rows(
+            rows,
+            w.ids,
+            w.topk_w,
+            w.out,
+            w.tokens,
+            experts,
+            c.top_k,
+            c.hidden,
+            c.ids64,
+            not c.early,
+            w.bidx * MATH_WARPS + w.warp,
+            w.grid * MATH_WARPS,
+            w.lane,
+        )
 
     @cute.jit
     def math(
