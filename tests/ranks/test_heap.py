@@ -143,6 +143,8 @@ def test_one_rank_has_ordinary_memory_and_a_table_of_one():
     heap = open_heap(Layout.of({"x": 10, "y": 20}), Group(0, 1, (0,)), CPU)
     assert heap.table.tolist() == [heap.base]
     assert heap.address("y") == heap.base + 256
+    heap._memory[256:276] = torch.arange(20, dtype=torch.uint8)
+    assert heap.read("y").tolist() == list(range(20))
     heap.close()
 
 

@@ -16,7 +16,7 @@ from megamoe.packing import check_session, expert_bytes
 from megamoe.problem import MAX_TOP_K, Placement
 from megamoe.protocol import BackendSpec, PackedWeights, Plan, Reason, Region, Verdict
 from megamoe.tune import Space
-from megamoe_sm90 import SPEC, __version__
+from megamoe_sm90 import SPEC, __version__, ranks_plan
 from megamoe_sm90.session import Sm90Session
 from megamoe_sm90.shim.knobs import SPACE, ladder, variants_of
 from megamoe_sm90.shim.variants import PACKAGES, Operands, sizes
@@ -62,7 +62,7 @@ class Sm90Backend:
     def supports(self, problem: MoEProblem, ranks: int = 1) -> Verdict:
         reasons = list(problem.placement_reasons(ranks))
         if ranks > 1:
-            reasons.append(Reason(f"{ranks} ranks; this release runs on one", "backend='reference' runs on several, slowly"))
+            reasons += [] if reasons else ranks_plan.reasons(problem, ranks, MOST_EXPERTS)
         elif problem.placement not in (None, Placement.even(problem.experts, 1)):
             reasons.append(Reason("the placement reorders experts on one rank", "leave placement at None"))
         if problem.format not in SPEC.formats:
@@ -71,7 +71,7 @@ class Sm90Backend:
         for name, size in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
             if size % multiple:
                 reasons.append(Reason(f"{name}={size} is not a multiple of {multiple}", f"pad {name} with zeros, or backend='reference'"))
-        if problem.experts > MOST_EXPERTS:
+        if ranks == 1 and problem.experts > MOST_EXPERTS:
             reasons.append(Reason(f"{problem.experts} experts; at most {MOST_EXPERTS} on a rank", "spread them over ranks"))
         assert problem.top_k <= MAX_TOP_K
         return Verdict(tuple(reasons))
@@ -81,6 +81,8 @@ class Sm90Backend:
         verdict = self.supports(problem, ranks)
         if not verdict:
             raise UnsupportedProblem(verdict.reasons, subject="The sm90 backend does not support this problem")
+        if ranks > 1:
+            return self._plan_ranks(problem, ranks, values)
         rungs = ladder(problem, values)
         variants = variants_of(problem, rungs, Operands())
         memory = [Region(name, nbytes, "local", _PURPOSES[name]) for name, nbytes in sizes(variants).items()]
@@ -97,6 +99,24 @@ class Sm90Backend:
             bounds={"all weights once": weights, "products of max_tokens": math},
             properties=("bitwise repeatable", *(f"up to {r.tokens} tokens: {r.order} order, tile {r.tile}" for r in rungs)),
             detail=rungs,
+        )
+
+    def _plan_ranks(self, problem: MoEProblem, ranks: int, values: Mapping[str, object]) -> Plan:
+        tile = ranks_plan.tile_of(values)
+        variant = ranks_plan.variant(problem, ranks, tile)
+        weights, math = _bounds(problem)
+        return Plan(
+            backend=SPEC.name,
+            version=__version__,
+            problem=problem,
+            ranks=ranks,
+            knobs=values,
+            wire={**SPACE.wire(values), "combine": ranks_plan.COMBINE},
+            regions=ranks_plan.regions(problem, variant),
+            budgets={f"shared memory of native-{variant.config.tile_m} on {ranks} ranks": variant.config.shared_bytes},
+            bounds={"all weights once": weights * variant.config.experts / problem.experts, "products of max_tokens": math},
+            properties=ranks_plan.PROPERTIES,
+            detail=tile,
         )
 
     def prepare_weights(self, plan: Plan, weights: ExpertWeights) -> Sm90Weights:
@@ -118,6 +138,10 @@ class Sm90Backend:
             raise
         config = configuration(plan, drop=sources.loaded(PACKAGES), x_scale=packed.x_scale, mid_scale=packed.mid_scale)
         agree(ours, config, packed.device)
+        if ours.size > 1:
+            from megamoe_sm90.ranks_session import Sm90RanksSession
+
+            return Sm90RanksSession(plan, packed, ours)
         return Sm90Session(plan, packed)
 
     @property
@@ -127,14 +151,20 @@ class Sm90Backend:
 
     def kernel(self, plan: Plan, tokens: int) -> str:
         """See :class:`megamoe.tune.Tunable`."""
+        if plan.ranks > 1:
+            return f"ranks-{ranks_plan.variant(plan.problem, plan.ranks, plan.detail).config.tile_m}"
         rung = next(rung for rung in plan.detail if tokens <= rung.tokens)
         return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows) if part)
 
     def kernels(self, plan: Plan, arch: str | None = None) -> tuple[KernelRequest, ...]:
         """See :class:`megamoe.compile.Precompiles`: for weights without biases, on a GPU of 132 multiprocessors."""
+        kinds = (False, True)[: 1 if describe(plan.problem.format).element == "bf16" else 2]
+        if plan.ranks > 1:
+            operands = [Operands(quantized=quantized) for quantized in kinds]
+            return tuple(ranks_plan.variant(plan.problem, plan.ranks, plan.detail, one).request(arch) for one in operands)
         requests = [
             variant.request(arch)
-            for quantized in (False, True)[: 1 if describe(plan.problem.format).element == "bf16" else 2]
+            for quantized in kinds
             for variant in variants_of(plan.problem, plan.detail, Operands(quantized=quantized))
         ]
         return tuple(requests)

@@ -6,6 +6,7 @@ With one rank the heap is ordinary device memory. With several it comes from NVS
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,19 @@ class Heap:
     def address(self, region: str, rank: int | None = None) -> int:
         """Address of a rank's region (this rank's when ``None``) in this process."""
         return self.bases[self._rank if rank is None else rank] + self.layout.offsets[region][0]
+
+    def read(self, region: str) -> torch.Tensor:
+        """This rank's region as it is now, (bytes,) uint8 on the CPU. Does not wait for launches that may write it."""
+        size = self.layout.offsets[region][1]
+        found = torch.empty(size, dtype=torch.uint8)
+        if self.table.device.type == "cuda":
+            from cuda.bindings import runtime as cuda
+
+            (status,) = cuda.cudaMemcpy(found.data_ptr(), self.address(region), size, cuda.cudaMemcpyKind.cudaMemcpyDefault)
+            assert status == cuda.cudaError_t.cudaSuccess, status
+        else:
+            ctypes.memmove(found.data_ptr(), self.address(region), size)
+        return found
 
     def close(self, *, alone: bool = False) -> None:
         """Give the memory back. Collective, unless ``alone``: that leaves it allocated, freeing takes all ranks. Safe to call twice."""

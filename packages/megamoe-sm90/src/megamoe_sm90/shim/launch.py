@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
+from megamoe.compile import KernelRequest
 from megamoe.compile.obtain import function
 from megamoe_sm90.shim.variants import Variant
 from megamoe_sm90.shim.workspace import Workspace
@@ -30,7 +31,7 @@ class Launcher:
         self, rungs: tuple[Rung, ...], variants: tuple[Variant, ...], weights: Sm90Weights, workspace: Workspace, seconds: float
     ) -> None:
         self._steps = [rung.tokens for rung in rungs]
-        self._calls = [_Call(variant, weights, workspace, seconds) for variant in variants]
+        self._calls = [Call(variant, weights.addresses, workspace.addresses(variant), seconds) for variant in variants]
 
     def run(self, tokens: int, x: int, x_scale: int, ids: int, topk_weights: int, out: int, stream: int) -> None:
         """Launch on a stream; addresses of contiguous tensors, 16-byte aligned. ``tokens`` is 0 to the session's most."""
@@ -42,10 +43,30 @@ class Launcher:
             call.run(0, ids, ids, ids, ids, ids, stream)
 
 
-class _Call:
-    def __init__(self, variant: Variant, weights: Sm90Weights, workspace: Workspace, seconds: float) -> None:
+class Kernel(Protocol):
+    """What a launch needs to know of a kernel; see :class:`Variant`."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]: ...
+
+    def request(self) -> KernelRequest: ...
+
+    def limits(self, seconds: float) -> tuple[int, ...]: ...
+
+
+class Call:
+    """One kernel with its arguments.
+
+    Args:
+        variant: the kernel.
+        weights: addresses of packed experts by name, also of the static scales.
+        memory: addresses of the session's regions by name.
+        seconds: deadline of waits inside the kernel.
+    """
+
+    def __init__(self, variant: Kernel, weights: Mapping[str, int], memory: Mapping[str, int], seconds: float) -> None:
         self._function: Callable[..., Any] = function(variant.request())
-        fixed = {**weights.addresses, **workspace.addresses(variant)}
+        fixed = {**weights, **memory}
         # The addresses that change lie in two places of the argument list: x, x_scale, ids and topk_w, and out.
         names = variant.addresses
         first, last = names.index("x"), names.index("topk_w") + 1
@@ -53,7 +74,7 @@ class _Call:
         assert names[-1] == "out", names
         self._before = tuple(fixed.get(name, 0) for name in names[:first])
         self._between = tuple(fixed.get(name, 0) for name in names[last:-1])
-        self._static_scale = weights.addresses.get("x_static", 0)
+        self._static_scale = weights.get("x_static", 0)
         self._limits = (0, *variant.limits(seconds))  # 0: no device word limits the live tokens further
 
     def run(self, tokens: int, x: int, x_scale: int, ids: int, topk_weights: int, out: int, stream: int) -> None:

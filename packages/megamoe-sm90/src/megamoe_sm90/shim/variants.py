@@ -23,7 +23,7 @@ PACKAGES = ("megamoe.device", "megamoe_sm90._drop")
 SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200, for plans made without a GPU."""
 
-_OPERANDS = ("w13", "w2", "w13_scale", "w2_scale", "x", "x_scale", "ids", "topk_w", "b13", "b2", "mid_static")
+OPERANDS = ("w13", "w2", "w13_scale", "w2_scale", "x", "x_scale", "ids", "topk_w", "b13", "b2", "mid_static")
 _NATIVE_MEMORY = ("xq", "xs", "row_route", "pool", "pool_scale", "mid", "mid_scale", "stage")
 _SWAP_MEMORY = ("xq", "xs", "partial", "mid", "mid_scale", "stage")
 
@@ -161,7 +161,7 @@ class Variant:
     def addresses(self) -> tuple[str, ...]:
         """Names of the launch arguments that are addresses, in order: operands of :class:`Sm90Weights`, of the call, and regions."""
         memory = _SWAP_MEMORY if isinstance(self.config, SwapConfig) else _NATIVE_MEMORY
-        return (*_OPERANDS, "control", *memory, "out")
+        return (*OPERANDS, "control", *memory, "out")
 
     def limits(self, seconds: float) -> tuple[int, ...]:
         """Launch arguments between the live tokens and the stream: memory layout, grid and the deadline of waits."""

@@ -1,0 +1,92 @@
+"""What the backend would run on several ranks: what speaks against it, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megamoe.device import wire
+from megamoe.ep.physical import PhysicalExperts
+from megamoe.errors import InvalidInput
+from megamoe.packing import expert_bytes
+from megamoe.problem import MoEProblem
+from megamoe.protocol import Reason, Region
+from megamoe_sm90.shim import ranks as several
+from megamoe_sm90.shim.knobs import AUTO
+from megamoe_sm90.shim.variants import Operands
+
+COMBINE = "routes"
+PROPERTIES = (
+    "bitwise repeatable",
+    "bitwise the same for every number of ranks: every route's row returns in bf16 and is summed in slot order (combine: routes)",
+)
+_PURPOSES = {
+    "signal": "abort word of the peers",
+    "counts": "routes of every rank to this rank's experts, two banks",
+    "flags": "a word a route: its result has arrived",
+    "lists": "routes by destination",
+    "weights": "routing weights",
+    "x": "activations that peers pull",
+    "xs": "their scales",
+    "inbox": "results of routes, by token and slot",
+    "row_route": "route of every pool row",
+    "pool": "received rows by expert, for all routes of all ranks",
+    "pool_scale": "their scales",
+    "mid": "intermediate rows",
+    "mid_scale": "their scales",
+}
+
+
+def reasons(problem: MoEProblem, ranks: int, most_experts: int) -> list[Reason]:
+    """What speaks against several ranks. The placement has been checked."""
+    found = []
+    if ranks > several.PROVED_RANKS:
+        found.append(
+            Reason(
+                f"{ranks} ranks: the kernel for several ranks compiles and its exchange is tested lane by lane on the CPU, "
+                "but no launch of it has been seen to complete on GPUs",
+                "backend='reference' runs on several ranks, slowly",
+            )
+        )
+    if ranks > wire.MOST_RANKS:
+        found.append(Reason(f"{ranks} ranks; at most {wire.MOST_RANKS}, one NVLink domain", "use a smaller expert-parallel group"))
+    if problem.max_tokens * problem.top_k >= wire.MOST_ROUTES:
+        limit = (wire.MOST_ROUTES - 1) // problem.top_k
+        found.append(Reason(f"max_tokens={problem.max_tokens}; at most {limit} with top_k={problem.top_k}", "split the call"))
+    width = PhysicalExperts.of(problem.resolved_placement(ranks), problem.experts).width
+    if width > most_experts:
+        found.append(Reason(f"{width} experts on a rank; at most {most_experts}", "spread them over more ranks"))
+    return found
+
+
+def tile_of(knobs: Mapping[str, object]) -> int | None:
+    """Token rows of a tile that the knobs ask for; ``None`` leaves it to the problem.
+
+    Raises:
+        InvalidInput: they ask for what there is on one rank only.
+    """
+    asked = {name: knobs[name] for name in ("swap_tile", "swap_tokens") if knobs[name] != AUTO}
+    asked |= {name: knobs[name] for name, only in (("order", "native"), ("native_rows", "pool")) if knobs[name] not in (AUTO, only)}
+    if asked:
+        raise InvalidInput(
+            f"knobs {asked} on several ranks; allowed: native order with rows through a pool.", hint="leave these knobs at 'auto'"
+        )
+    tile = knobs["native_tile"]
+    return tile if isinstance(tile, int) else None
+
+
+def variant(problem: MoEProblem, ranks: int, tile: int | None, operands: Operands | None = None) -> several.RanksVariant:
+    """The kernel of a plan."""
+    return several.RanksVariant.of(problem, ranks, tile, operands or Operands())
+
+
+def regions(problem: MoEProblem, planned: several.RanksVariant) -> tuple[Region, ...]:
+    """Memory of a session on every rank, symmetric first."""
+    config = planned.config
+    symmetric = [Region(name, size, "symmetric", _PURPOSES[name]) for name, (_, size) in config.layout.offsets.items() if size]
+    local = [Region(name, size, "local", _PURPOSES[name]) for name, (_, size) in config.local.offsets.items() if size]
+    return (
+        *symmetric,
+        Region("weights of experts", config.experts * expert_bytes(problem), "local", "of the rank that holds most, without biases"),
+        Region("control", config.control_bytes, "local", "counters"),
+        *local,
+    )

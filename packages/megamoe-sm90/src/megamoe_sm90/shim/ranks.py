@@ -1,0 +1,164 @@
+"""The native-order kernel on several ranks: its configuration for a problem, its memory, and its launch arguments.
+
+One kernel serves every number of tokens, because all ranks need not agree on theirs: what crosses between ranks does not depend on tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megamoe.compile import KernelRequest
+from megamoe.device import regions, wire
+from megamoe.ep.physical import PhysicalExperts
+from megamoe.problem import MoEProblem
+from megamoe_sm90._drop.ranks_config import RanksConfig
+from megamoe_sm90.shim.launch import Call, Launcher
+from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands
+
+if TYPE_CHECKING:
+    from megamoe.ep.heap import Heap
+    from megamoe_sm90.shim.weights import Sm90Weights
+
+PROVED_RANKS = 1
+"""Most ranks that these kernels have run on and been checked; a plan for more is refused."""
+
+_MEMORY = ("table", "place", "row_route", "pool", "pool_scale", "mid", "mid_scale", "stage")
+_FULL_TILE_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RanksVariant:
+    """The kernel of a session on several ranks, as :class:`megamoe_sm90.shim.launch.Launcher` takes it.
+
+    Attributes:
+        config: the kernel's own configuration.
+        physical: where experts live.
+        ctas: of a launch.
+    """
+
+    config: RanksConfig
+    physical: PhysicalExperts
+    ctas: int
+
+    @classmethod
+    def of(cls, problem: MoEProblem, ranks: int, tile: int | None, operands: Operands, *, delays: bool = False) -> RanksVariant:
+        """The kernel for a problem.
+
+        Args:
+            problem: the layer.
+            ranks: how many share it, 2 or more.
+            tile: token rows of a tile; ``None``: 128, or 64 where experts get few rows on average.
+            operands: what differs between calls or weights; its ``sms`` are the CTAs of a launch.
+            delays: random waits at every step, for tests.
+        """
+        form, physical = problem.activation, PhysicalExperts.of(problem.resolved_placement(ranks), problem.experts)
+        if tile is None:
+            tile = 128 if ranks * problem.max_tokens * problem.top_k > _FULL_TILE_ROWS * problem.experts else 64
+        config = RanksConfig(
+            fmt=problem.format,
+            experts=physical.width,
+            top_k=problem.top_k,
+            hidden=problem.hidden,
+            intermediate=problem.intermediate,
+            act_bf16=not operands.quantized,
+            limit=form.limit,
+            alpha=form.alpha,
+            up_bias=form.up_bias,
+            bias13=operands.b13,
+            bias2=operands.b2,
+            early=problem.routing_weight == "early",
+            tile_m=tile,
+            rows="pool",
+            sms=operands.sms,
+            ranks=ranks,
+            max_tokens=problem.max_tokens,
+            total=problem.experts,
+            copies=physical.copies,
+            delays=delays,
+        )
+        return cls(config, physical, operands.sms)
+
+    def request(self, arch: str | None = None) -> KernelRequest:
+        """What to compile."""
+        del arch  # there is one target
+        name = f"sm90-ranks-{self.config.tile_m}"
+        return KernelRequest(name, PACKAGES, {"order": "ranks", **asdict(self.config)}, ARCH, self._build)
+
+    def _build(self) -> tuple[Any, tuple[Any, ...]]:
+        from megamoe_sm90._drop.host import kernel_and_args
+
+        kernel, arguments = kernel_and_args(self.config)
+        return kernel, arguments
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Names of the launch arguments that are addresses, in order."""
+        return (*OPERANDS, "control", *_MEMORY, "out")
+
+    def limits(self, seconds: float) -> tuple[int, ...]:
+        """Launch arguments between the live tokens and the stream: memory layout, grid and the deadline of waits in ticks of 2^20 ns."""
+        return self.config.bank_bytes, self.config.pool_rows, self.ctas, min(max(1, int(seconds * 1e9) >> 20), 2**31 - 1)
+
+
+class RanksMemory:
+    """A session's device memory on several ranks.
+
+    Args:
+        variant: its kernel.
+        heap: its symmetric memory.
+        device: where.
+    """
+
+    def __init__(self, variant: RanksVariant, heap: Heap, device: torch.device) -> None:
+        config = variant.config
+        self.control = torch.zeros(config.control_bytes, dtype=torch.uint8, device=device)
+        self._place = torch.tensor(variant.physical.rows, dtype=torch.int32, device=device)
+        self._scratch = torch.empty(config.local.nbytes, dtype=torch.uint8, device=device)
+        self._fixed = {"table": heap.table.data_ptr(), "place": self._place.data_ptr(), "control": self.control.data_ptr()}
+        base = self._scratch.data_ptr()
+        self._fixed |= {name: base + offset for name, (offset, size) in config.local.offsets.items() if size}
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Address of every region that a kernel uses, by name."""
+        return self._fixed
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """See :meth:`megamoe_sm90.shim.workspace.Workspace.used_on`."""
+        for tensor in (self.control, self._scratch, self._place):
+            tensor.record_stream(stream)
+
+
+class RanksLauncher(Launcher):
+    """The kernel of a session on several ranks with every argument that does not change from call to call.
+
+    Args:
+        variant: the kernel.
+        weights: packed experts of this rank.
+        memory: the session's.
+        seconds: deadline of waits inside the kernel.
+    """
+
+    def __init__(self, variant: RanksVariant, weights: Sm90Weights, memory: RanksMemory, seconds: float) -> None:
+        self._variant, self._memory, self._seconds = variant, memory, seconds
+        # A rank without experts has weights without an address, which descriptors of loads do not take.
+        anywhere = memory.control.data_ptr()
+        self._weights = {name: address or anywhere for name, address in weights.addresses.items()}
+        self._steps = [variant.config.max_tokens]
+        self._calls = [Call(variant, self._weights, memory.addresses, seconds)]
+
+    def load(self, rank: int, stream: torch.cuda.Stream) -> None:
+        """Bring the machine code to the device, by a launch that meets nobody: its heaps are a scrap, and it gives up from the start."""
+        config, device = self._variant.config, self._memory.control.device
+        scrap = torch.zeros(config.offset("flags"), dtype=torch.uint8, device=device)
+        table = torch.full((config.ranks,), scrap.data_ptr(), dtype=torch.int64, device=device)
+        control = torch.zeros_like(self._memory.control)
+        control[regions.ABORT : regions.ABORT + 4].view(torch.int32).fill_(1)
+        control[wire.RANK : wire.RANK + 4].view(torch.int32).fill_(rank)
+        fixed = {**self._memory.addresses, "table": table.data_ptr(), "control": control.data_ptr()}
+        at = scrap.data_ptr()
+        Call(self._variant, self._weights, fixed, self._seconds).run(0, at, at, at, at, at, stream.cuda_stream)
+        stream.synchronize()
