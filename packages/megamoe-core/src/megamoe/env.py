@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +42,10 @@ VARIABLES = (BACKEND, DISABLE, ARCH, CACHE_DIR, TIMEOUT, LOG)
 VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", "GPUs that this process may use, by index or UUID", "all")
 DEVICE_ORDER = Variable("CUDA_DEVICE_ORDER", "what a GPU's index counts: FASTEST_FIRST or PCI_BUS_ID", "FASTEST_FIRST")
 
-CUDA_VARIABLES = (VISIBLE_DEVICES, DEVICE_ORDER)
-"""Variables of the CUDA driver that discovery has to follow."""
+MPS_PIPE = Variable("CUDA_MPS_PIPE_DIRECTORY", "where a running CUDA MPS listens", "/tmp/nvidia-mps")
+
+CUDA_VARIABLES = (VISIBLE_DEVICES, DEVICE_ORDER, MPS_PIPE)
+"""Variables of the CUDA driver that megamoe has to follow."""
 
 
 def requested_backend() -> str | None:
@@ -74,6 +77,16 @@ def visible_devices() -> str | None:
 def device_order() -> str:
     """What a GPU's index in ``CUDA_VISIBLE_DEVICES`` counts."""
     return DEVICE_ORDER.read() or DEVICE_ORDER.default
+
+
+def mps_pipe() -> Path:
+    """Folder in which a running CUDA MPS listens; there is a file ``control`` while one does."""
+    return Path(MPS_PIPE.read() or MPS_PIPE.default)
+
+
+def with_variables(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with some variables added, for a child process."""
+    return {**os.environ, **more}
 
 
 def timeout_seconds() -> float:
