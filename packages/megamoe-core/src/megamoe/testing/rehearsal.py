@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -108,7 +109,8 @@ def rehearse(
         collectives = "cpu:gloo,cuda:nccl" if len(nvml.gpus().devices) >= ranks else "gloo"
         arguments = (problem, ranks, each, seed, pattern, backend, repeats, most)
         try:
-            parts = launch(_rank, ranks, *arguments, timeout=timeout, backend=collectives)
+            with _shared_gpu(backend, ranks) as env:
+                parts = launch(_rank, ranks, *arguments, timeout=timeout, backend=collectives, env=env)
         except RanksFailed as error:
             raise MegaMoEError(f"{len(error.errors)} of {ranks} ranks failed:\n{error}") from error
     first = parts[0]
@@ -175,6 +177,13 @@ def _device(name: str | None, rank: int) -> torch.device:
     spec = choose(name).spec
     gpus = nvml.gpus().devices
     return torch.device("cuda", rank % len(gpus)) if spec is not None and spec.archs and gpus else torch.device("cpu")
+
+
+def _shared_gpu(name: str | None, ranks: int) -> AbstractContextManager[Mapping[str, str]]:
+    """What ranks on GPUs need to run at the same time; nothing for ranks on the CPU."""
+    from megamoe.testing.mps import serving
+
+    return serving(ranks) if _device(name, 0).type == "cuda" else nullcontext({})
 
 
 def _device_name(device: torch.device) -> str:
