@@ -212,6 +212,27 @@ def test_nvfp4_weight_global_scale_puts_the_largest_block_at_448():
     assert (data[2] == 0).all()
 
 
+@pytest.mark.parametrize("magnitude", [1e-34, 1e-35, 1e-36, 2.0**-126, 1e-40])
+def test_nvfp4_weights_too_small_for_the_reciprocal_of_their_scale(magnitude):
+    weight = torch.full((1, 2, 32), magnitude)
+    weight[0, 1, 16:] = 0
+    back = load("nvfp4").dequantize_weight(*load("nvfp4").quantize_weight(weight))
+    assert (back[0, 1, 16:] == 0).all()
+    # The global scale stops at 2^-118, and an E4M3 scale below 2^-10 rounds to zero.
+    want = weight if magnitude > 2.0**-118 * 6 * 2.0**-10 else torch.zeros_like(weight)
+    torch.testing.assert_close(back, want, rtol=0.07, atol=1e-41)
+
+
+def test_nvfp4_weights_with_an_infinity_lose_that_block_only():
+    weight = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(8))
+    finite = load("nvfp4").quantize_weight(weight.clone())[2]
+    weight[0, 2, 5] = math.inf
+    data, scale, total = load("nvfp4").quantize_weight(weight)
+    assert scale.to(torch.float32).isnan().nonzero().tolist() == [[0, 2, 0]]
+    assert 0 < total <= finite
+    assert load("nvfp4").dequantize_weight(data, scale, total).isnan().sum() == 16
+
+
 def test_blocked_layout_byte_by_byte():
     rows, blocks = 300, 10
     plain = torch.from_numpy(np.random.default_rng(8).integers(1, 256, (2, rows, blocks), dtype=np.uint8))

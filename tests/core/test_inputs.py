@@ -101,6 +101,11 @@ def test_quantized_activations(format):
         accepts(format, x=x, x_scale=scale.view(torch.uint8))
 
 
+def test_what_is_said_of_scales_in_a_format_without_any():
+    rejects(r"allowed for format bf16: no x_scale\. ", x_scale=torch.ones(T, 2))
+    rejects("allowed for format fp8_tensor: no x_scale, its activation scale is static", "fp8_tensor", x_scale=torch.ones(T, 2))
+
+
 def test_quantized_activations_of_another_format():
     rejects("x is torch.float8_e5m2; allowed: torch.bfloat16 or torch.float8_e4m3fn", "mxfp8", x=torch.zeros(T, H).to(torch.float8_e5m2))
     rejects(r"x has shape \(5, 256\); allowed: \(5, 128\)", "nvfp4", x=torch.zeros(T, H, dtype=torch.uint8), x_scale=torch.zeros(T, 16))

@@ -1,12 +1,14 @@
 """``MoELayer``: the module around a session."""
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 
 import megamoe
-from megamoe import InvalidInput, MoEProblem, SessionClosed, UnsupportedProblem
+from megamoe import InvalidInput, MegaMoEError, MoEProblem, SessionClosed, UnsupportedProblem
 from megamoe.testing.trial import make_trial
 
 TRIAL = make_trial(MoEProblem(experts=8, top_k=3, hidden=256, intermediate=128, max_tokens=40, format="fp8_block128"), seed=50)
@@ -77,7 +79,7 @@ def test_a_gradient_that_arrives_raises_instead_of_being_lost(layer):
     for inputs in ((x.clone().requires_grad_(), ids, weights), (x, ids, weights.clone().requires_grad_())):
         y = layer(*inputs)
         assert torch.equal(y, plain)
-        with pytest.raises(NotImplementedError, match="MoELayer is for inference and has no backward"):
+        with pytest.raises(MegaMoEError, match=r"MoELayer is for inference and has no backward\. Fix: call it under torch\.no_grad"):
             y.float().sum().backward()
         with torch.no_grad():
             assert not layer(*inputs).requires_grad
@@ -91,11 +93,39 @@ def test_it_sits_in_a_model_without_parameters_of_its_own(layer):
     assert "backend='reference', ranks=1, open" in repr(model)
 
 
+@pytest.mark.parametrize(
+    ("problem", "weights", "said"),
+    [
+        ({"experts": 8}, TRIAL.weights, r"problem is a dict; allowed: a megamoe\.MoEProblem"),
+        (TRIAL.problem, None, r"weights is a NoneType; allowed: a megamoe\.ExpertWeights"),
+        (TRIAL.problem, TRIAL.weights.w13, r"weights is a Tensor; allowed: a megamoe\.ExpertWeights"),
+    ],
+)
+def test_arguments_of_another_kind(problem, weights, said):
+    with pytest.raises(InvalidInput, match=said):
+        megamoe.MoELayer(problem, weights, backend="reference")
+
+
+def test_weights_of_another_kind_for_an_engine(layer):
+    backend = megamoe.get_backend("reference")
+    for use in (lambda: backend.prepare_weights(layer.plan, None), lambda: layer.update(None)):
+        with pytest.raises(InvalidInput, match=r"weights are a NoneType; allowed: megamoe\.ExpertWeights"):
+            use()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_open_session_cannot_be_copied(layer, copied):
+    with pytest.raises(MegaMoEError, match="cannot be copied or pickled"):
+        copied(torch.nn.Sequential(layer) if copied is not copy.copy else layer)
+
+
 def test_errors_of_construction_keep_their_kind():
     with pytest.raises(UnsupportedProblem, match="hidden=250 is not a multiple of 128"):
         megamoe.MoELayer(replace(TRIAL.problem, hidden=250), TRIAL.weights, backend="reference")
-    with pytest.raises(InvalidInput, match="w13 is for 0 experts"):
+    with pytest.raises(InvalidInput, match="w13 is NoneType"):
         megamoe.MoELayer(TRIAL.problem, replace(TRIAL.weights, w13=None), backend="reference")
+    with pytest.raises(InvalidInput, match="w13 is on the meta device"):
+        megamoe.MoELayer(TRIAL.problem, replace(TRIAL.weights, w13=TRIAL.weights.w13.to("meta")))
     with pytest.raises(megamoe.BackendNotFound):
         megamoe.MoELayer(TRIAL.problem, TRIAL.weights, backend="no such backend")
     with pytest.raises(InvalidInput, match="group=7; allowed: None or a"):

@@ -67,7 +67,9 @@ def test_choices(name, value):
         problem(**{name: value})
 
 
-@pytest.mark.parametrize(("given", "kept"), [(None, None), (7, 7.0), (np.float32(0.5), 0.5), (math.inf, None), (1e-30, 1e-30)])
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, None), (7, 7.0), (np.float32(0.5), 0.5), (math.inf, None), (1e39, None), (1e-30, 1e-30)]
+)
 def test_clamp_bounds(given, kept):
     assert SwiGLU(limit=given).limit == kept
 
@@ -79,7 +81,7 @@ def test_clamp_bounds_that_are_none(limit):
 
 
 @pytest.mark.parametrize("name", ["alpha", "up_bias"])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, None, "1", False])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e39, -1e300, None, "1", False])
 def test_alpha_and_bias_are_finite(name, value):
     with pytest.raises(InvalidInput, match=name):
         SwiGLU(**{name: value})
@@ -122,6 +124,8 @@ def test_physical_table_that_does_not_divide():
         Placement.from_physical([0, 1, 2, 3, 0], ranks=2)
     with pytest.raises(InvalidInput, match="ranks=0"):
         Placement.from_physical([0, 1], ranks=0)
+    with pytest.raises(InvalidInput, match="physical_to_logical is 5; allowed: a sequence"):
+        Placement.from_physical(5, ranks=1)
 
 
 @pytest.mark.parametrize("local", [5, ((0.5,),), (("0", "1"),), ((0, None),), (0, 1), None])
@@ -162,5 +166,9 @@ def test_experts_that_do_not_divide_name_the_placement_that_helps():
 def test_placement_for_another_number_of_ranks():
     with pytest.raises(UnsupportedProblem, match="placement is for 3 ranks, the group has 2"):
         problem(placement=Placement.even(8, 3)).resolved_placement(2)
-    with pytest.raises(UnsupportedProblem, match="ranks=0"):
-        problem().resolved_placement(0)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.0, "2", True, None])
+def test_ranks_are_a_whole_number_of_at_least_one(ranks):
+    (reason,) = problem().placement_reasons(ranks)
+    assert str(reason) == f"ranks={ranks!r}; allowed: a whole number of at least 1 (fix: pass the size of the expert-parallel group)."

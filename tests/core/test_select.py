@@ -249,5 +249,6 @@ def test_a_gpu_beyond_the_visible_ones_is_invalid(site, monkeypatch):
 
 
 def test_a_gpu_asked_for_where_there_is_none_is_not_replaced_by_the_cpu(site):
-    with pytest.raises(BackendUnavailable, match="no GPU is visible: no NVIDIA driver"):
-        select.get_backend(device="cuda")
+    for name in (None, "reference"):
+        with pytest.raises(BackendUnavailable, match="no GPU is visible: no NVIDIA driver"):
+            select.get_backend(name, device="cuda")

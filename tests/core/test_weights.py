@@ -77,6 +77,15 @@ def test_matrix_of_another_shape_dtype_or_stride(format, name):
     rejects(replace(weights, **{name: None}), f"{name} is NoneType; allowed: a torch.Tensor", format=format)
 
 
+def test_experts_and_device_are_those_of_w13():
+    assert (bf16().experts, bf16().device) == (E, torch.device("cpu"))
+    for w13, said in ((None, "w13 is NoneType"), ([1.0], "w13 is list"), (torch.ones(4, 8), r"w13 has shape \(4, 8\); allowed: \(experts")):
+        with pytest.raises(InvalidInput, match=said):
+            _ = replace(bf16(), w13=w13).experts
+    with pytest.raises(InvalidInput, match="w13 is on the meta device"):
+        _ = replace(bf16(), w13=torch.empty(E, 2, 2, device="meta")).device
+
+
 def test_number_of_experts_is_that_of_the_rank():
     with pytest.raises(InvalidInput, match=r"w13 has shape \(3, 256, 256\); allowed: \(2, 256, 256\)"):
         bf16().validate(problem(), 2)

@@ -9,12 +9,11 @@ import torch
 
 from megamoe.errors import InvalidInput
 from megamoe.formats import describe
+from megamoe.formats.elements import SCALE_TYPES, TORCH_TYPE
 
 if TYPE_CHECKING:
+    from megamoe.formats import FormatInfo
     from megamoe.problem import MoEProblem
-
-_ELEMENT = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
-_SCALE = {"f32": (torch.float32,), "e8m0": (torch.float8_e8m0fnu, torch.uint8), "e4m3": (torch.float8_e4m3fn,)}
 
 
 def check_inputs(
@@ -42,7 +41,7 @@ def check_inputs(
         InvalidInput: the first argument that does not fit; names got, allowed and the fix.
     """
     info = describe(problem.format)
-    element = _ELEMENT[info.element]
+    element = TORCH_TYPE[info.element]
     _check_kind("x", x, device, (torch.bfloat16,) if element == torch.bfloat16 else (torch.bfloat16, element))
     tokens = x.shape[0] if x.dim() else 0
     width = problem.hidden // 2 if info.element == "e2m1" and x.dtype == element else problem.hidden
@@ -62,8 +61,7 @@ def check_inputs(
     if x.dtype == torch.bfloat16 or not info.block_k:
         if x_scale is not None:
             raise InvalidInput(
-                f"x_scale is given with x of {x.dtype}; allowed for format {info.name}: "
-                f"{f'with x of {element} only' if info.block_k else 'no x_scale, its activation scale is static'}.",
+                f"x_scale is given with x of {x.dtype}; allowed for format {info.name}: {_x_scale_rule(info)}.",
                 hint="drop x_scale",
             )
     elif x_scale is None:
@@ -72,13 +70,19 @@ def check_inputs(
             hint=f"pass x_scale of shape ({tokens}, {problem.hidden // info.block_k})",
         )
     else:
-        _check_kind("x_scale", x_scale, device, _SCALE[info.scale])
+        _check_kind("x_scale", x_scale, device, SCALE_TYPES[info.scale])
         _check_rows("x_scale", x_scale, (tokens, -(-problem.hidden // info.block_k)), alignment, hint="pass the format's plain layout")
 
     if out is not None:
         _check_kind("out", out, device, (torch.bfloat16,))
         _check_rows("out", out, (tokens, problem.hidden), alignment, hint="pass torch.empty_like of a bf16 x, or no out")
         _check_writable(out, {"x": x, "x_scale": x_scale, "topk_ids": topk_ids, "topk_weights": topk_weights})
+
+
+def _x_scale_rule(info: FormatInfo) -> str:
+    if info.block_k:
+        return f"with x of {TORCH_TYPE[info.element]} only"
+    return "no x_scale, its activation scale is static" if info.tensor_scale else "no x_scale"
 
 
 def checked_at_once(problem: MoEProblem, topk_ids: torch.Tensor) -> bool:

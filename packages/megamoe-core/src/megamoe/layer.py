@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
 
 from megamoe import ops
 from megamoe.ep.confighash import reject
 from megamoe.ep.group import Group
-from megamoe.errors import SessionClosed
+from megamoe.errors import InvalidInput, MegaMoEError, SessionClosed
+from megamoe.problem import MoEProblem
 from megamoe.select import get_backend
+from megamoe.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megamoe.problem import MoEProblem
     from megamoe.protocol import Backend, Plan, Session
-    from megamoe.weights import ExpertWeights
 
 
 class MoELayer(torch.nn.Module):
     """Routed experts of one MoE layer, for inference.
 
     Making one is collective over ``group``: every rank does it with the same problem and its own experts. So are calls and ``close``.
-    Usable as a context manager, which closes it. It has no parameters: weights are packed once, :meth:`update` refits them.
+    Usable as a context manager, which closes it. It has no parameters: weights are packed once, :meth:`update` refits them. It cannot be
+    copied or pickled.
 
     Args:
         problem: the layer.
@@ -45,8 +46,9 @@ class MoELayer(torch.nn.Module):
         super().__init__()
         self.problem = problem
         ours = Group.of(group)
-        device = weights.w13.device if isinstance(weights.w13, torch.Tensor) else torch.device("cpu")
+        device = torch.device("cpu")
         try:
+            device = _device(problem, weights)
             chosen: Backend = get_backend(backend, device=device)
             plan = chosen.plan(problem, ranks=ours.size)
             self._packed = chosen.prepare_weights(plan, weights)
@@ -121,6 +123,12 @@ class MoELayer(torch.nn.Module):
         if session is not None:
             session.close()
 
+    def __getstate__(self) -> NoReturn:
+        raise MegaMoEError(
+            "A MoELayer cannot be copied or pickled: it holds an open session with its peers.",
+            hint="make another one from the problem and the weights",
+        )
+
     def extra_repr(self) -> str:
         state = "open" if self._session is not None else "closed"
         return f"{self.problem}, backend={self.plan.backend!r}, ranks={self.plan.ranks}, {state}"
@@ -138,6 +146,15 @@ class MoELayer(torch.nn.Module):
         return self._session
 
 
+def _device(problem: MoEProblem, weights: ExpertWeights) -> torch.device:
+    """Where the weights are."""
+    for name, value, kind in (("problem", problem, MoEProblem), ("weights", weights, ExpertWeights)):
+        if not isinstance(value, kind):
+            allowed = f"megamoe.{kind.__name__}"
+            raise InvalidInput(f"{name} is a {type(value).__name__}; allowed: a {allowed}.", hint=f"pass {allowed}(...)")
+    return weights.device
+
+
 class _NoBackward(torch.autograd.Function):
     """Keeps the result attached to the graph, so that a backward pass fails instead of silently missing a gradient."""
 
@@ -147,4 +164,4 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
-        raise NotImplementedError("MoELayer is for inference and has no backward; call it under torch.no_grad().")
+        raise MegaMoEError("MoELayer is for inference and has no backward.", hint="call it under torch.no_grad()")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megamoe.errors import InvalidInput
 from megamoe.formats import describe
+from megamoe.weights import ExpertWeights
 
 if TYPE_CHECKING:
     import torch
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
     from megamoe.ep.group import Group
     from megamoe.problem import MoEProblem
     from megamoe.protocol import Plan
-    from megamoe.weights import ExpertWeights
-
-_SCALE_BYTES = {"f32": 4, "e8m0": 1, "e4m3": 1}
-_ELEMENT_BITS = {"bf16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
 
 
 class Packed(Protocol):
@@ -33,24 +30,25 @@ def local_experts(plan: Plan, weights: ExpertWeights) -> int:
     """Number of experts given, checked against what some rank of the placement holds.
 
     Raises:
-        InvalidInput: no rank holds so many.
+        InvalidInput: no rank holds so many, or ``weights`` are no :class:`megamoe.ExpertWeights` with a w13 of three dimensions.
     """
     held = sorted({len(local) for local in plan.problem.resolved_placement(plan.ranks).local})
-    given = weights.w13.shape[0] if hasattr(weights.w13, "shape") and len(weights.w13.shape) else 0
+    given = _are_weights(weights).experts
     if given not in held:
         raise InvalidInput(
             f"w13 is for {given} experts; allowed: {' or '.join(map(str, held))}, the experts that one of {plan.ranks} ranks holds.",
             hint="pass the experts of this rank only, placement.local[rank]",
         )
-    return int(given)
+    return given
 
 
-def same_static_scales(packed: Packed, weights: ExpertWeights) -> None:
-    """Check that a refit keeps the static activation scales.
+def check_update(packed: Packed, weights: ExpertWeights) -> None:
+    """Check that the weights of a refit are right for the plan and keep the static activation scales.
 
     Raises:
-        InvalidInput: they differ.
+        InvalidInput: they do not fit, or the scales differ.
     """
+    _are_weights(weights).validate(packed.plan.problem, packed.experts)
     for name in ("x_scale", "mid_scale"):
         kept, given = getattr(packed, name), getattr(weights, name)
         if kept != given:
@@ -105,12 +103,20 @@ def expert_bytes(problem: MoEProblem) -> int:
     """Bytes of one expert's encoded matrices with their scales."""
     info, total = describe(problem.format), 0
     for rows, cols in ((2 * problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)):
-        total += rows * cols * _ELEMENT_BITS[info.element] // 8
+        total += rows * cols * info.element_bits // 8
         if info.block_k:
-            total += -(-rows // info.block_rows) * (cols // info.block_k) * _SCALE_BYTES[info.scale]
+            total += -(-rows // info.block_rows) * (cols // info.block_k) * info.scale_bytes
         if info.tensor_scale:
             total += 4
     return total
+
+
+def _are_weights(weights: object) -> ExpertWeights:
+    if not isinstance(weights, ExpertWeights):
+        raise InvalidInput(
+            f"weights are a {type(weights).__name__}; allowed: megamoe.ExpertWeights.", hint="pass megamoe.ExpertWeights(w13=w13, w2=w2)"
+        )
+    return weights
 
 
 def _describe(tensor: torch.Tensor | None) -> str:

@@ -9,12 +9,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import SupportsInt, TypeGuard
 
 from megamoe.errors import InvalidInput, UnsupportedProblem
 from megamoe.formats import describe
 from megamoe.protocol import Reason
 
 MAX_TOP_K = 32
+_COUNT = "a whole number of at least 1"
+_RANKS_HINT = "pass the size of the expert-parallel group"
+_LARGEST = (2 - 2.0**-23) * 2.0**127
+"""Largest float32: activations are computed in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +31,8 @@ class SwiGLU:
 
     Attributes:
         limit: clamp bound, a number above 0; ``None`` (or infinity) for no clamp.
-        alpha: factor inside the sigmoid, finite.
-        up_bias: added to ``up`` after the clamp, finite.
+        alpha: factor inside the sigmoid, finite in float32.
+        up_bias: added to ``up`` after the clamp, finite in float32.
 
     Raises:
         InvalidInput: a value outside what is allowed.
@@ -44,11 +49,13 @@ class SwiGLU:
                 raise InvalidInput(
                     f"limit={self.limit!r} is not a clamp bound; allowed: None or a number above 0.", hint="pass limit=None for no clamp"
                 )
-            object.__setattr__(self, "limit", None if math.isinf(limit) else limit)
+            object.__setattr__(self, "limit", None if limit > _LARGEST else limit)
         for name in ("alpha", "up_bias"):
             value = _real(name, getattr(self, name))
-            if not math.isfinite(value):
-                raise InvalidInput(f"{name}={value!r}; allowed: a finite number.", hint=f"leave {name} at its default for plain SwiGLU")
+            if abs(value) > _LARGEST:
+                raise InvalidInput(
+                    f"{name}={value!r}; allowed: a number that is finite in float32.", hint=f"leave {name} at its default for plain SwiGLU"
+                )
             object.__setattr__(self, name, value)
 
 
@@ -92,7 +99,7 @@ class Placement:
         Raises:
             InvalidInput: fewer than one expert or rank.
         """
-        experts, ranks = _positive("experts", experts), _positive("ranks", ranks)
+        experts, ranks = _positive("experts", experts), _positive("ranks", ranks, hint=_RANKS_HINT)
         share, rest = divmod(experts, ranks)
         starts = [r * share + min(r, rest) for r in range(ranks + 1)]
         return cls(tuple(tuple(range(a, b)) for a, b in pairwise(starts)))
@@ -102,9 +109,13 @@ class Placement:
         """From an EPLB table: logical expert of every physical slot, rank after rank, the same number of slots on each.
 
         Raises:
-            InvalidInput: the slots do not divide by the ranks, or there is no rank.
+            InvalidInput: no sequence, the slots do not divide by the ranks, or there is no rank.
         """
-        ranks = _positive("ranks", ranks)
+        ranks = _positive("ranks", ranks, hint=_RANKS_HINT)
+        if not hasattr(physical_to_logical, "__len__"):
+            raise InvalidInput(
+                f"physical_to_logical is {physical_to_logical!r}; allowed: a sequence of expert ids.", hint="pass the table, one id a slot"
+            )
         slots, rest = divmod(len(physical_to_logical), ranks)
         if rest:
             raise InvalidInput(
@@ -205,8 +216,8 @@ class MoEProblem:
 
     def placement_reasons(self, ranks: int) -> tuple[Reason, ...]:
         """What speaks against running this problem on so many ranks; empty when nothing does."""
-        if ranks < 1:
-            return (Reason(f"ranks={ranks}; at least 1 is needed", "pass the size of the expert-parallel group"),)
+        if not _is_count(ranks):
+            return (Reason(f"ranks={ranks!r}; allowed: {_COUNT}", _RANKS_HINT),)
         if self.placement is not None:
             if self.placement.ranks != ranks:
                 return (
@@ -235,10 +246,14 @@ class MoEProblem:
         return self.placement or Placement.even(self.experts, ranks)
 
 
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise InvalidInput(f"{name}={value!r}; allowed: a whole number of at least 1.", hint=f"check {name} in the model's configuration")
+def _positive(name: str, value: object, *, hint: str = "") -> int:
+    if not _is_count(value):
+        raise InvalidInput(f"{name}={value!r}; allowed: {_COUNT}.", hint=hint or f"check {name} in the model's configuration")
     return int(value)
+
+
+def _is_count(value: object) -> TypeGuard[SupportsInt]:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _real(name: str, value: object) -> float:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from megamoe.problem import MoEProblem
 
-_ELEMENT = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1": "uint8"}
-_SCALE = {"f32": "float32", "e8m0": "float8_e8m0fnu", "e4m3": "float8_e4m3fn"}
 _SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Normal float32 numbers: kernels hold static scales, and divide by them, in float32."""
 
@@ -57,6 +55,33 @@ class ExpertWeights:
         """Whether the data come with scales (or in an 8- or 4-bit type) instead of as bf16."""
         return str(self.w13.dtype) != "torch.bfloat16"
 
+    @property
+    def device(self) -> torch.device:
+        """Where ``w13`` lies.
+
+        Raises:
+            InvalidInput: it is not a tensor, or has no data.
+        """
+        _dtype("w13", self.w13)
+        if self.w13.is_meta:
+            raise InvalidInput("w13 is on the meta device; allowed: loaded weights.", hint="load w13 onto this rank's device")
+        return self.w13.device
+
+    @property
+    def experts(self) -> int:
+        """``E``, the number of experts given.
+
+        Raises:
+            InvalidInput: ``w13`` is not a tensor of three dimensions.
+        """
+        _dtype("w13", self.w13)
+        if self.w13.dim() != 3:
+            raise InvalidInput(
+                f"w13 has shape {tuple(self.w13.shape)}; allowed: (experts of this rank, 2 * intermediate, hidden).",
+                hint="stack the experts along the first dimension",
+            )
+        return int(self.w13.shape[0])
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor given, by field name."""
         import torch
@@ -93,9 +118,11 @@ class ExpertWeights:
             raise InvalidInput(f"weights lie on {sorted(devices)}; allowed: one device.", hint="move all of them to this rank's device")
 
     def _check_matrix(self, name: str, info: FormatInfo, shape: tuple[int, int, int]) -> None:
+        from megamoe.formats.elements import TORCH_TYPE
+
         tensor = getattr(self, name)
         dtype = _dtype(name, tensor)
-        element = _ELEMENT[info.element]
+        element = _name(TORCH_TYPE[info.element])
         if dtype not in ("bfloat16", element):
             raise InvalidInput(
                 f"{name} is {dtype}; allowed for format {info.name}: {' or '.join(dict.fromkeys(('bfloat16', element)))}.",
@@ -111,6 +138,8 @@ class ExpertWeights:
             )
 
     def _check_scale(self, name: str, info: FormatInfo, experts: int, rows: int, cols: int) -> None:
+        from megamoe.formats.elements import SCALE_TYPES
+
         scale, total = getattr(self, f"{name}_scale"), getattr(self, f"{name}_global")
         if not self.quantized or info.element == "bf16":
             for what, given in ((f"{name}_scale", scale), (f"{name}_global", total)):
@@ -123,7 +152,7 @@ class ExpertWeights:
             raise InvalidInput(f"{name} is quantized but {name}_scale is missing.", hint=f"pass {name}_scale, or bf16 weights")
         if info.block_k:
             shape: tuple[int, ...] = (experts, -(-rows // info.block_rows), -(-cols // info.block_k))
-            dtypes = (_SCALE[info.scale], "uint8") if info.scale == "e8m0" else (_SCALE[info.scale],)
+            dtypes = tuple(map(_name, SCALE_TYPES[info.scale]))
         else:
             shape, dtypes = (experts,), ("float32",)
         self._check_plain(f"{name}_scale", scale, shape, dtypes)
@@ -163,7 +192,11 @@ def _dtype(name: str, tensor: object) -> str:
 
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInput(f"{name} is {type(tensor).__name__}; allowed: a torch.Tensor.", hint=f"pass {name} as a tensor")
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

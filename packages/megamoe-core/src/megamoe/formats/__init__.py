@@ -41,6 +41,18 @@ class FormatInfo:
     multiple: int
     max_value: float
 
+    @property
+    def element_bits(self) -> int:
+        """Bits of an element."""
+        return _BITS[self.element]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a block scale; 0 when there are none."""
+        return _BITS[self.scale] // 8 if self.scale else 0
+
+
+_BITS = {"bf16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4, "e8m0": 8, "f32": 32}
 
 FORMATS = {
     info.name: info

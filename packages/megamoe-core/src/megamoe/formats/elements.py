@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from megamoe.formats import FormatInfo
 
 TORCH_TYPE = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
+"""How torch holds each element type of ``FormatInfo.element``."""
+SCALE_TYPES = {"f32": (torch.float32,), "e8m0": (torch.float8_e8m0fnu, torch.uint8), "e4m3": (torch.float8_e4m3fn,)}
+"""What block scales of each ``FormatInfo.scale`` may be held in; the first is what quantizing gives."""
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # A value belongs to the next code above each midpoint; at the midpoint itself the even code wins.

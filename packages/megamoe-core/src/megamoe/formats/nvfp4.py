@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from megamoe.formats import FormatInfo
 
 _SCALE_MAX = 448.0
+_SMALLEST_TOTAL = 2.0**-118
+"""Its reciprocal, divided by the smallest E4M3 scale, 2^-9, is still finite in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,10 @@ class NVFP4:
         return self._dequantize(data, scale) * _scalar(static_scale, data)
 
     def quantize_weight(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        amax = values.to(torch.float32).abs().amax(dim=(1, 2))
-        # The largest block of an expert gets the largest scale; an expert of zeros keeps 1.
-        total = torch.where(amax > 0, divided(amax, _SCALE_MAX * self.info.max_value), 1.0)
+        magnitude = values.to(torch.float32).abs()
+        amax = torch.where(magnitude.isfinite(), magnitude, 0.0).amax(dim=(1, 2))
+        # The largest block of an expert gets the largest scale, as far as float32 reaches; an expert of zeros keeps 1.
+        total = torch.where(amax > 0, divided(amax, _SCALE_MAX * self.info.max_value).clamp(min=_SMALLEST_TOTAL), 1.0)
         return *self._quantize(values, total[:, None, None, None, None]), total
 
     def dequantize_weight(self, data: torch.Tensor, scale: torch.Tensor | None, total: torch.Tensor | None) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megamoe import __version__
+from megamoe import __version__, nvml
 from megamoe.ep.confighash import agree, configuration, reject
 from megamoe.ep.group import Group
 from megamoe.errors import InvalidInput, UnsupportedProblem
@@ -35,7 +35,11 @@ class ReferenceBackend:
         return SPEC
 
     def probe(self, device: torch.device | None = None) -> Verdict:
-        return Verdict()
+        gpus = nvml.gpus()
+        if device is None or device.type != "cuda" or len(gpus.devices) > (device.index or 0):
+            return Verdict()
+        found = f"{len(gpus.devices)} GPUs are visible" if gpus.devices else f"no GPU is visible: {gpus.problem}"
+        return Verdict((Reason(f"device {device} is asked for, and {found}", "device='cpu'"),))
 
     def supports(self, problem: MoEProblem, ranks: int = 1) -> Verdict:
         info = describe(problem.format)

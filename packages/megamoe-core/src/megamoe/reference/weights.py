@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megamoe.formats import load
-from megamoe.packing import check_refit, local_experts, same_static_scales
+from megamoe.packing import check_refit, check_update, local_experts
 
 if TYPE_CHECKING:
     from megamoe.protocol import Plan
@@ -53,8 +53,7 @@ class ReferenceWeights:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def update(self, weights: ExpertWeights) -> None:
-        weights.validate(self.plan.problem, self.experts)
-        same_static_scales(self, weights)
+        check_update(self, weights)
         encoded = self._encode(weights)
         check_refit(self._tensors, encoded)
         for name, tensor in encoded.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megamoe.formats import describe, load
-from megamoe.packing import check_refit, local_experts, same_static_scales
+from megamoe.packing import check_refit, check_update, local_experts
 
 if TYPE_CHECKING:
     from megamoe.protocol import Plan
@@ -50,8 +50,7 @@ class Sm90Weights:
         return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
 
     def update(self, weights: ExpertWeights) -> None:
-        weights.validate(self.plan.problem, self.experts)
-        same_static_scales(self, weights)
+        check_update(self, weights)
         encoded = self._encode(weights)
         check_refit({name: t for name, t in self.tensors.items() if not name.endswith("_static")}, encoded)
         for name, tensor in encoded.items():
