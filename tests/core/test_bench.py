@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megamoe import nvml
 from megamoe.bench import compare, plot, results, workloads
 from megamoe.bench.results import Point
 from megamoe.bench.roof import H200, Roof
@@ -173,6 +174,13 @@ def test_plot_draws_every_point(tmp_path):
 
 def test_figure_of_one_point_is_drawn():
     ElementTree.fromstring(plot.svg({}, [point("a", 1, 0.1)]))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--measure-roof"], ["--backend", "reference"]])
+def test_measuring_needs_a_gpu(capsys, monkeypatch, arguments):
+    monkeypatch.setattr(nvml, "gpus", lambda refresh=False: nvml.Gpus(problem="no NVIDIA driver in this test"))
+    assert main(["bench", *arguments]) == 3
+    assert "measures on a GPU, and none is visible: no NVIDIA driver in this test. Fix: " in capsys.readouterr().err
 
 
 def test_list_of_shapes(capsys):

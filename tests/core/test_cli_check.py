@@ -120,6 +120,14 @@ def test_compile_goes_through_the_requests_of_the_plan(monkeypatch):
     assert asked == [("kernel", "bf16"), ("other", "bf16")]
 
 
+def test_a_format_that_a_backend_lacks_is_said(capsys, installed):
+    installed(Record("gpu", "ok", (), GPU))
+    code, found, _ = findings(capsys, "--backend", "gpu", "--format", "mxfp8")
+    assert code == codes.NOTHING_SUITABLE
+    assert found["gpu", "run", "mxfp8"]["result"] == "skipped"
+    assert found["gpu", "run", "mxfp8"]["detail"] == "it has no mxfp8; its formats: bf16"
+
+
 def test_unknown_names_are_usage_errors(capsys):
     assert main(["check", "--format", "fp9"]) == codes.USAGE
     assert main(["check", "--ranks", "0"]) == codes.USAGE

@@ -9,7 +9,7 @@ from megamoe import catalog, nvml
 from megamoe.catalog import Record
 from megamoe.cli import codes, demo, main
 from megamoe.presets import PRESETS
-from megamoe.protocol import BackendSpec
+from megamoe.protocol import BackendSpec, Reason
 from megamoe.reference import session as reference_session
 
 TINY = ["--hidden", "256", "--intermediate", "128", "--experts", "6", "--top-k", "2", "--max-tokens", "9"]
@@ -85,6 +85,8 @@ def test_without_a_gpu_it_says_why_and_takes_the_reference(capsys, monkeypatch):
         (["--model", "gpt-2"], ["gpt-2", *PRESETS]),
         (["--format", "fp9"], ["fp9", "fp8_block128", "nvfp4"]),
         (["--top-k", "0"], ["top_k=0"]),
+        (["--ranks", "0"], ["--ranks 0; allowed: 1 or more"]),
+        (["--ranks", "-1"], ["--ranks -1; allowed: 1 or more"]),
     ],
 )
 def test_bad_arguments_name_what_is_allowed(capsys, arguments, names):
@@ -92,6 +94,23 @@ def test_bad_arguments_name_what_is_allowed(capsys, arguments, names):
     error = capsys.readouterr().err
     assert all(name in error for name in names)
     assert "Fix:" in error
+
+
+def test_what_the_backend_refuses_is_said_once_and_before_any_rank_starts(capsys):
+    assert main(["demo", "--backend", "reference", "--hidden", "100"]) == codes.NOTHING_SUITABLE
+    error = capsys.readouterr().err
+    assert error.count("hidden=100 is not a multiple of 128") == 1
+    assert "Traceback" not in error
+
+
+def test_a_backend_named_by_the_environment_is_not_replaced(capsys, monkeypatch):
+    monkeypatch.setattr(nvml, "gpus", lambda refresh=False: nvml.Gpus(problem="no NVIDIA driver in this test"))
+    monkeypatch.setenv("MEGAMOE_BACKEND", "hopper")
+    spec = BackendSpec(name="hopper", protocol=(1, 0), archs=((9, 0),), formats=("bf16",), summary="", factory="m:C")
+    records = (Record("hopper", "unavailable", (Reason("needs compute capability 9.0, found no GPU"),), spec),)
+    monkeypatch.setattr(catalog, "backends", lambda refresh=False: records)
+    assert main(["demo", *TINY]) == codes.NOTHING_SUITABLE
+    assert "Backend 'hopper' is unavailable: needs compute capability 9.0" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -154,6 +154,7 @@ def test_options_change_the_model(capsys):
         (["--model", "gpt-2"], "dsv3"),
         (["--backend", "reference", "--knob", "stages=3"], "stages"),
         (["--limit", "-1"], "limit=-1"),
+        (["--ranks", "0"], "--ranks 0; allowed: 1 or more"),
     ],
 )
 def test_bad_arguments_are_usage_errors_that_name_what_is_allowed(capsys, arguments, part):

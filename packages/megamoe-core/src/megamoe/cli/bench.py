@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megamoe.cli import codes
+from megamoe.cli._arguments import require_gpu
 from megamoe.cli.output import Output, add_json_flag
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         out.table(("shape", "experts", "top-k", "hidden", "intermediate"), [_shape_row(s) for s in workloads.SHAPES.values()])
         out.document("bench", {"shapes": list(workloads.SHAPES.values())})
         return codes.OK
+    require_gpu("bench")
     from megamoe.bench import points, roof
     from megamoe.select import choose
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from megamoe import catalog, select
 from megamoe.catalog import Record
 from megamoe.cli import _emulated, codes
+from megamoe.cli._arguments import check_ranks
 from megamoe.cli.output import Output
-from megamoe.errors import InvalidInput, MegaMoEError
+from megamoe.errors import MegaMoEError
 from megamoe.formats import describe
 from megamoe.problem import MoEProblem, Placement, SwiGLU
 from megamoe.protocol import Backend
@@ -68,8 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check and print. 1 when anything failed, 3 when no backend that was asked for could run."""
     out = Output.of(args)
-    if args.ranks < 1:
-        raise InvalidInput(f"--ranks {args.ranks}; allowed: 1 or more.", hint="--ranks 2")
+    check_ranks(args.ranks)
     for name in args.format:
         describe(name)  # raises, with the names there are
     emulate = args.emulate if args.emulate and not _emulated.is_native(args.emulate) else None
@@ -125,8 +125,10 @@ def _check(record: Record, formats: list[str], ranks: int, seed: int, emulate: s
     if not created:
         return
     backend = created[0]
-    wanted = [name for name in spec.formats if name in formats] if formats else list(spec.formats)
-    for name in wanted:
+    for name in formats or spec.formats:
+        if name not in spec.formats:
+            yield Finding(record.name, "run", name, SKIPPED, 0.0, f"it has no {name}; its formats: {', '.join(spec.formats)}")
+            continue
         problem = _problem(name, ranks)
         if emulate:
             yield _step(record.name, "emulate", name, partial(_emulated.rewrite_kernels, backend, problem, ranks, emulate))

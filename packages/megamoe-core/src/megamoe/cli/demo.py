@@ -8,9 +8,10 @@ import argparse
 import os
 from dataclasses import dataclass, replace
 
-from megamoe import catalog, nvml, select
+from megamoe import catalog, env, nvml, select
 from megamoe.catalog import Record
 from megamoe.cli import codes
+from megamoe.cli._arguments import check_ranks
 from megamoe.cli._problem import activation_text, add_problem_arguments, base_of, problem_of
 from megamoe.cli.output import Output
 from megamoe.errors import BackendUnavailable, MegaMoEError
@@ -56,9 +57,10 @@ def run(args: argparse.Namespace) -> int:
     out = Output.of(args)
     record, note = _backend(args.backend)
     budget = _budget(record)
-    ranks = args.ranks or budget.ranks
+    ranks = budget.ranks if args.ranks is None else check_ranks(args.ranks)
     whole = problem_of(args)
     problem = _cut(whole, budget, ranks)
+    select.load_backend(record.name).plan(problem, ranks=ranks)  # what it refuses is said here, not by every rank
     _print_problem(out, base_of(args), whole, problem, budget)
     if note:
         out.text(note, style="yellow")
@@ -97,7 +99,7 @@ def _backend(name: str | None) -> tuple[Record, str]:
     try:
         return select.choose(name), ""
     except BackendUnavailable as error:
-        if name is not None:
+        if name is not None or env.requested_backend() is not None:
             raise
         # A demonstration goes on where a job must not: the caller sees what is missing and a result all the same.
         return select.choose(select.REFERENCE), f"On the CPU instead, because: {error}"

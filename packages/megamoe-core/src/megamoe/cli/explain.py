@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megamoe import catalog, env, select
 from megamoe.catalog import Record
 from megamoe.cli import codes
+from megamoe.cli._arguments import check_ranks
 from megamoe.cli._problem import activation_text, add_knob_argument, add_problem_arguments, knobs_of, problem_of
 from megamoe.cli.output import Output
 from megamoe.errors import InvalidInput, MegaMoEError
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the choice and the plan. 3 when no backend would run the problem."""
     out = Output.of(args)
     problem = problem_of(args)
+    check_ranks(args.ranks)
     chosen, why = _choice(args.backend, args.arch or env.compile_arch())
     candidates = [_ask(record, problem, args.ranks, chosen, knobs_of(args)) for record in catalog.backends()]
     plan = next((c.plan for c in candidates if c.chosen), None)
