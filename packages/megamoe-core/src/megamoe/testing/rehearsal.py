@@ -183,7 +183,11 @@ def _shared_gpu(name: str | None, ranks: int) -> AbstractContextManager[Mapping[
     """What ranks on GPUs need to run at the same time; nothing for ranks on the CPU."""
     from megamoe.testing.mps import serving
 
-    return serving(ranks) if _device(name, 0).type == "cuda" else nullcontext({})
+    try:
+        on_gpu = _device(name, 0).type == "cuda"
+    except MegaMoEError:
+        on_gpu = False  # the ranks raise it, each with its own traceback
+    return serving(ranks) if on_gpu else nullcontext({})
 
 
 def _device_name(device: torch.device) -> str:
