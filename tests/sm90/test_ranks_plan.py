@@ -77,6 +77,11 @@ def test_ranks_that_share_a_gpu_share_what_they_see():
     assert share([{"gpu": "a", "seen": 2}] * 4, 3) == 1
 
 
+def test_another_architecture_is_refused(proved):
+    with pytest.raises(InvalidInput, match="sm_100a"):
+        BACKEND.kernels(BACKEND.plan(problem_of(), ranks=2), arch="sm_100a")
+
+
 REDUNDANT = Placement(((0, 1, 2, 3), (4, 5, 0), (6, 7, 0)))
 KERNELS = {
     "block scales": ({}, 2, {"native_tile": 128}),

@@ -16,7 +16,7 @@ from megamoe.ep.physical import PhysicalExperts
 from megamoe.problem import MoEProblem
 from megamoe_sm90._drop.ranks_config import RanksConfig
 from megamoe_sm90.shim.launch import Call, Launcher
-from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands
+from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands, check_arch
 
 if TYPE_CHECKING:
     from megamoe.ep.heap import Heap
@@ -82,8 +82,12 @@ class RanksVariant:
         return cls(config, physical, operands.sms)
 
     def request(self, arch: str | None = None) -> KernelRequest:
-        """What to compile."""
-        del arch  # there is one target
+        """What to compile.
+
+        Raises:
+            InvalidInput: another architecture than the kernels are written for.
+        """
+        check_arch(arch)
         name = f"sm90-ranks-{self.config.tile_m}"
         return KernelRequest(name, PACKAGES, {"order": "ranks", **asdict(self.config)}, ARCH, self._build)
 

@@ -112,8 +112,7 @@ class Variant:
         Raises:
             InvalidInput: another architecture than the kernels are written for.
         """
-        if arch not in (None, ARCH):
-            raise InvalidInput(f"arch={arch!r}; allowed: {ARCH}, the only target of the sm90 kernels.", hint=f"pass --arch {ARCH}")
+        check_arch(arch)
         return KernelRequest(self.name, PACKAGES, {"order": self.order, **asdict(self.config)}, ARCH, self._build)
 
     def _build(self) -> tuple[Any, tuple[Any, ...]]:
@@ -171,6 +170,16 @@ class Variant:
         rows = regions.pool_rows(self.tokens, self.config.top_k, self.config.experts, self.tile)
         # The kernel counts in ticks of 2^20 ns that fit 32 bits: 26 days at most.
         return bank, rows, self.sms, min(max(1, int(seconds * 1e9) >> 20), 2**31 - 1)
+
+
+def check_arch(arch: str | None) -> None:
+    """Check a target that somebody asked for.
+
+    Raises:
+        InvalidInput: another architecture than the kernels are written for.
+    """
+    if arch not in (None, ARCH):
+        raise InvalidInput(f"arch={arch!r}; allowed: {ARCH}, the only target of the sm90 kernels.", hint=f"pass --arch {ARCH}")
 
 
 def sizes(variants: Iterable[Variant]) -> dict[str, int]:
