@@ -30,7 +30,7 @@ VERSION = re.search(r'^__version__ = "(.+)"', Path(SOURCES[0], "megamoe", "__ini
 
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 PYTEST = ("pytest>=9,<10", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.120")
-TRANSFORMERS = "transformers>=5.0"  # the client that tests of core bring
+TRANSFORMERS = "transformers>=5.24,<6"  # the client that tests of core bring; as in core's extra
 CUTLASS = "nvidia-cutlass-dsl[cu13]==4.8.*"
 TVM_FFI = "apache-tvm-ffi>=0.1.15"
 LIGHT = ("importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.7")  # what core needs apart from torch

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from megamoe import InvalidInput, MegaMoEError
 from megamoe.cli import main
@@ -113,6 +114,23 @@ def test_every_python_file_parses_and_no_placeholder_is_left(project):
             ast.parse(text)
         elif path.suffix == ".toml":
             tomllib.loads(text)
+
+
+def test_the_kit_without_pytest_names_the_extra_that_brings_it():
+    code = "import sys; sys.modules['pytest'] = None; import megamoe.testing.conformance"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert 'ImportError: The conformance kit needs pytest. Fix: pip install "megamoe-core[testing]"' in ran.stderr
+
+
+def test_its_own_tests_need_what_the_kit_needs(project):
+    declared = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    assert [Requirement(text).name for text in declared["dependencies"]] == ["megamoe-core", "torch"]
+    (needed,) = map(Requirement, declared["optional-dependencies"]["test"])
+    assert (needed.name, needed.extras, needed.specifier) == (
+        "megamoe-core",
+        {"testing"},
+        Requirement(declared["dependencies"][0]).specifier,
+    )
 
 
 @pytest.mark.parametrize("name", ["", "Acme", "9x", "a-b", "a.b", "../x", "reference"])

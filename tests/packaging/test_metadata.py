@@ -54,6 +54,15 @@ def test_extras_bring_the_arch_wheels():
     assert extras == {**{arch: {f"megamoe-{arch}"} for arch in ARCHS}, "all": {f"megamoe-{arch}" for arch in ARCHS}}
 
 
+def test_other_extras_bring_what_their_modules_import():
+    extras = {extra: {r.name: r.specifier for e, r in requirements("megamoe-core") if e == extra} for extra in ("testing", "transformers")}
+    assert extras == {"testing": {"pytest": SpecifierSet(">=9,<10")}, "transformers": {"transformers": SpecifierSet(">=5.24,<6")}}
+    # What the tests run with is what the extras promise.
+    noxfile = (ROOT / "noxfile.py").read_text()
+    assert '"pytest>=9,<10"' in noxfile
+    assert 'TRANSFORMERS = "transformers>=5.24,<6"' in noxfile
+
+
 @pytest.mark.parametrize("name", PACKAGES)
 def test_torch_is_required_from_2_9_on_and_never_pinned(name):
     asked = [requirement.specifier for extra, requirement in requirements(name) if requirement.name == "torch"]

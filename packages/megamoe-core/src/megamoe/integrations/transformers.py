@@ -6,7 +6,7 @@
     close_experts(model)
 
 The model's own router decides, shared experts and everything else stay as they are: only each block's ``experts`` module is replaced.
-Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss models are supported.
+Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss models are supported; ``pip install "megamoe-core[transformers]"`` brings the releases tried.
 """
 
 from __future__ import annotations
@@ -178,5 +178,5 @@ def _top_k(name: str, block: Any) -> int:
             return top_k
     raise InvalidInput(
         f"{name} ({type(block).__name__}) has no router with a top_k; allowed: a module 'gate' or 'router' as in transformers 5.",
-        hint='pip install -U "transformers>=5"',
+        hint='pip install -U "megamoe-core[transformers]"',
     )

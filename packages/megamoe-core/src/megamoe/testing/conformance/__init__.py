@@ -8,12 +8,15 @@
 
 Tests of the description and of planning run on any machine. Tests that compute are skipped, with the reason, where ``probe`` says no or
 ``SPEC.missing`` says that there is no kernel yet; what ``supports`` refuses is skipped with its reasons. Results are judged by the float64
-oracle. Needs pytest.
+oracle. ``pip install "megamoe-core[testing]"`` brings what it needs, pytest.
 """
 
 from __future__ import annotations
 
-import pytest
+try:
+    import pytest
+except ImportError as error:
+    raise ImportError('The conformance kit needs pytest. Fix: pip install "megamoe-core[testing]"') from error
 
 # Before they are imported: failing asserts then show their values, as in any test file.
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in ("description", "ranks", "results", "subject")))
