@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 
@@ -43,7 +44,7 @@ def why_not(item, environment):
         return f"emulates Blackwell code on a Hopper GPU, found {names(visible)}"
     ranks = item.get_closest_marker("ranks")
     if ranks and ranks.args[0] > len(have) and not shared_gpu():
-        return f"needs {ranks.args[0]} GPUs, or one shared through MPS (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE), found {names(visible)}"
+        return f"needs {ranks.args[0]} GPUs, or one shared through MPS (nvidia-cuda-mps-control), found {names(visible)}"
     return ""
 
 
@@ -52,7 +53,8 @@ def needs_gpu(item):
 
 
 def shared_gpu():
-    return bool(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
+    """MPS runs already, or the tests can start it."""
+    return bool(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")) or shutil.which("nvidia-cuda-mps-control") is not None
 
 
 def names(visible):

@@ -1,6 +1,7 @@
 """Tests that cannot run here say why, and a GPU runner that runs no GPU test fails."""
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def machine(monkeypatch, *capabilities):
     found = nvml.Gpus(devices=devices, problem="" if devices else "no NVIDIA driver")
     monkeypatch.setattr(nvml, "gpus", lambda refresh=False: found)
     monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
 
 
 H200, B200, B300, RTX = (9, 0), (10, 0), (10, 3), (12, 0)
@@ -59,7 +61,7 @@ mark = pytest.mark
         (
             [mark.gpu, mark.ranks(2)],
             [H200],
-            "needs 2 GPUs, or one shared through MPS (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE), found GPU 0 (9.0)",
+            "needs 2 GPUs, or one shared through MPS (nvidia-cuda-mps-control), found GPU 0 (9.0)",
         ),
         ([mark.environment("minimal")], [], "needs the environment that `nox -s minimal` makes"),
         ([mark.environment("wheel", "wheel_tests")], [], "needs the environment that `nox -s wheel_tests` makes"),
@@ -73,6 +75,9 @@ def test_the_reason(conftest, monkeypatch, marks, gpus, reason):
 def test_one_gpu_shared_through_mps_is_enough_for_ranks(conftest, monkeypatch):
     machine(monkeypatch, H200)
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25")
+    assert conftest.why_not(Item(mark.gpu, mark.ranks(4)), "") == ""
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "nvidia-cuda-mps-control" else None)
     assert conftest.why_not(Item(mark.gpu, mark.ranks(4)), "") == ""
 
 
