@@ -39,8 +39,55 @@ def toolkit():
 
 
 @pytest.fixture(scope="session")
-def emulated(toolkit):
-    """Runs a small Blackwell kernel on the Hopper GPU: see ``launch.run``."""
-    from . import launch
+def machine(tmp_path_factory):
+    """The device functions compiled for this machine, for ``interpreter.run``."""
+    from . import interpreter
 
-    return launch.run
+    built = interpreter.build(tmp_path_factory.mktemp("machine"))
+    if built is None:
+        pytest.skip("needs g++ or clang++ with half precision (_Float16)")
+    return built
+
+
+class OnGpu:
+    """Runs a small Blackwell kernel on the Hopper GPU: see ``launch.run``."""
+
+    def __call__(self, *arguments, **how):
+        from . import launch
+
+        return launch.run(*arguments, **how)
+
+    def tensor(self, array):
+        from . import launch
+
+        memory = launch.Memory(array)
+        return memory.address.value, memory.back
+
+
+class OnHost:
+    """Runs it by the interpreter: see ``interpreter.run``. What only a GPU has is skipped."""
+
+    def __init__(self, machine):
+        self.machine = machine
+
+    def __call__(self, *arguments, **how):
+        from . import interpreter
+
+        try:
+            return interpreter.run(self.machine, *arguments, **how)
+        except interpreter.NotInterpreted as reason:
+            pytest.skip(f"needs a GPU: {reason} is native")
+
+    def tensor(self, array):
+        from . import interpreter
+
+        return interpreter.tensor(array)
+
+
+@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.emulated)])
+def emulated(request):
+    """Runs small Blackwell kernels, rewritten: by the interpreter everywhere, and on a Hopper GPU where there is one."""
+    if request.param == "host":
+        return OnHost(request.getfixturevalue("machine"))
+    request.getfixturevalue("toolkit")
+    return OnGpu()

@@ -148,10 +148,12 @@ def mma(kind: str, columns: int, steps: int = 1, group: int = 1, block: str = ""
 	ld.param.u32 %r42, [idesc];
 	add.u32 %r43, %r2, 1024;
 	shr.u32 %r43, %r43, 4;
+	and.b32 %r43, %r43, 0x3fff;
 	cvt.u64.u32 %rd12, %r43;
 	add.u64 %rd10, %rd10, %rd12;
 	add.u32 %r44, %r2, %r32;
 	shr.u32 %r44, %r44, 4;
+	and.b32 %r44, %r44, 0x3fff;
 	cvt.u64.u32 %rd13, %r44;
 	add.u64 %rd11, %rd11, %rd13;
 	cvt.u64.u32 %rd14, %r40;
@@ -162,6 +164,7 @@ def mma(kind: str, columns: int, steps: int = 1, group: int = 1, block: str = ""
     if scaled and "cp" not in omit:
         body += """	add.u32 %r45, %r2, %r33;
 	shr.u32 %r45, %r45, 4;
+	and.b32 %r45, %r45, 0x3fff;
 	cvt.u64.u32 %rd16, %r45;
 	mov.b64 %rd17, 0x400800000000;
 	or.b64 %rd16, %rd16, %rd17;
@@ -401,6 +404,7 @@ def bulk_store(wait: bool) -> str:
 	bar.sync 0;
 	mov.b32 %r10, 9;
 	st.shared.b32 [%r11], %r10;
+	bar.sync 0;
 """
     )
     return kernel("sm_100a", "u64 d", body)

@@ -14,7 +14,6 @@ from . import kernels
 from . import model_mma as model
 from .test_tensor import PACKED, tensor_map
 
-pytestmark = pytest.mark.emulated
 IDESC = 1 << 4 | 64 >> 3 << 17 | 128 >> 4 << 24
 
 

@@ -10,7 +10,6 @@ import pytest
 from . import kernels, model_numbers
 from . import model_mma as model
 
-pytestmark = pytest.mark.emulated
 TYPES = {
     "f16": (model.F16, 0),
     "bf16": (model.F16, 1),

@@ -7,8 +7,6 @@ import pytest
 
 from . import kernels, model_numbers
 
-pytestmark = pytest.mark.emulated
-
 
 def container(codes, name):
     """A byte an element: E2M1 in bits 2 to 5, the others from bit 0."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from . import kernels, launch, model_layout
+from . import kernels, model_layout
 
-pytestmark = pytest.mark.emulated
 ROWS, COLUMNS = 100, 512
 PACKED, PADDED, BYTES = 11, 12, 0
 
@@ -31,8 +30,8 @@ def test_boxes(emulated, kind, corner, pair):
     elements = rng.integers(0, 256 if kind == BYTES else 16, (ROWS, COLUMNS), dtype=np.uint8)
     data = elements if kind == BYTES else elements[:, 0::2] | elements[:, 1::2] << 4
     box = (256 if kind == PACKED else 128, 64)
-    memory = launch.Memory(data)
-    encoded = tensor_map(memory.address.value, kind, data.shape[1], (COLUMNS, ROWS), box)
+    place, back = emulated.tensor(data)
+    encoded = tensor_map(place, kind, data.shape[1], (COLUMNS, ROWS), box)
     (out,) = emulated(
         kernels.tensor_load(8192, pair),
         encoded,
@@ -41,7 +40,7 @@ def test_boxes(emulated, kind, corner, pair):
         np.zeros((64, 8, 16), np.uint8),
         shared=kernels.OPERANDS + 8192,
     )
-    np.testing.assert_array_equal(memory.back(), data)
+    np.testing.assert_array_equal(back(), data)
 
     padded = np.zeros((ROWS + 200, COLUMNS + 800), np.uint8)  # what lies outside is zero
     padded[100 : 100 + ROWS, 400 : 400 + COLUMNS] = elements
@@ -71,9 +70,9 @@ def test_stores(emulated, kind):
     for row in range(64):
         for chunk in range(8):
             image[row, model_layout.chunk_place(row, chunk, 128)] = rows[row, chunk]
-    memory = launch.Memory(np.zeros((100, 256), np.uint8))
+    place, back = emulated.tensor(np.zeros((100, 256), np.uint8))
     box, sizes = ((256, 64), (512, 50)) if kind == PACKED else ((128, 64), (256, 50))
-    emulated(kernels.tensor_store(8192), tensor_map(memory.address.value, kind, 256, sizes, box), image, shared=kernels.OPERANDS + 8192)
+    emulated(kernels.tensor_store(8192), tensor_map(place, kind, 256, sizes, box), image, shared=kernels.OPERANDS + 8192)
     expected = np.zeros((100, 256), np.uint8)
     expected[:50, :128] = rows.reshape(64, 128)[:50]
-    np.testing.assert_array_equal(memory.back(), expected)
+    np.testing.assert_array_equal(back(), expected)

@@ -8,7 +8,6 @@ import pytest
 from . import kernels
 from . import model_layout as model
 
-pytestmark = pytest.mark.emulated
 SHAPES = (("32x32b", 8), ("16x64b", 4), ("16x128b", 4), ("16x256b", 4))
 NEVER_WRITTEN = 0xFFFFFFFF
 

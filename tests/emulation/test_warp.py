@@ -8,8 +8,6 @@ import pytest
 from . import kernels
 from . import model_numbers as model
 
-pytestmark = pytest.mark.emulated
-
 
 def pairs():
     rng = np.random.default_rng(11)

@@ -1,0 +1,390 @@
+"""Runs rewritten kernels without a GPU: their PTX is interpreted thread by thread, the device functions they call run as compiled C++.
+
+Only what the kernels of these tests contain is understood; anything else raises. Threads take turns where they wait, so memory is
+sequentially consistent: this shows what a rewritten kernel computes, not that its fences suffice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+from megamoe.emulation import Options, rewrite
+from megamoe.emulation.assemble import DEVICE_SOURCES
+from megamoe.emulation.faults import RECORD, read_fault
+from megamoe.emulation.ptx import Kind, address, parse, vector
+
+HERE = Path(__file__).parent / "host"
+FUNCTIONS = (
+    *("begin", "end", "end_delayed", "waiting", "waiting_delayed", "tmem_alloc", "tmem_dealloc", "tmem_relinquish", "tmem_address"),
+    *("mma", "copy", "commit", "tensor_load", "tensor_store", "try_cancel", "mma_sync", "stmatrix_b8", "ldmatrix_b4", "redux"),
+    *("to_narrow", "from_narrow", "to_ue8m0", "bf16_to_ue8m0", "from_ue8m0"),
+)
+"""In the order of their numbers in ``host/machine.cpp``."""
+SHARED_BEGIN = 1024
+MOST_STEPS = 20_000
+
+
+class NotInterpreted(Exception):
+    """The kernel has an instruction that is only there on a GPU."""
+
+
+def build(folder):
+    """The device functions for this machine; None where there is no C++ compiler with half precision."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        return None
+    library = folder / "machine.so"
+    flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{DEVICE_SOURCES}", f"-I{HERE}"]
+    done = subprocess.run([compiler, *flags, str(HERE / "machine.cpp"), "-o", str(library)], capture_output=True, text=True, check=False)
+    if done.returncode and "_Float16" in done.stderr:
+        return None
+    assert done.returncode == 0, done.stderr
+    loaded = ctypes.CDLL(str(library))
+    loaded.machine_shared.restype = loaded.machine_result.restype = ctypes.c_void_p
+    return loaded
+
+
+def f32(bits):
+    return np.uint32(bits & 0xFFFFFFFF).view(np.float32)
+
+
+def bits(value):
+    return int(np.float32(value).view(np.uint32))
+
+
+class Thread:
+    def __init__(self, index, kernel):
+        self.index, self.rank, self.tid = index, index // kernel.block, index % kernel.block
+        self.registers, self.params, self.at = {}, {}, kernel.start
+        self.waiting = None  # what for: "call", a barrier's name, or nothing
+
+
+class Kernel:
+    """One launch of one cluster (or of CTAs one after the other, when they form none)."""
+
+    def __init__(self, machine, text, values, block, shared, ctas):
+        self.machine, self.block, self.shared, self.ctas = machine, block, shared, ctas
+        self.module = parse(text)
+        self.function = next(f for f in self.module.functions() if f.kernel)
+        self.start, self.values = self.function.start, values
+        self.statements = self.module.statements
+        self.labels, self.program = self._program()
+
+    def _program(self):
+        labels, program, scopes = {}, {}, [0]
+        for index in range(self.function.start, self.function.end):
+            statement = self.statements[index]
+            if statement.kind is Kind.OPEN:
+                scopes.append(index)
+            elif statement.kind is Kind.CLOSE:
+                scopes.pop()
+            elif statement.kind is Kind.LABEL:
+                labels[scopes[-1], statement.label] = index
+            elif statement.kind is Kind.INSTRUCTION:
+                i = statement.instruction
+                program[index] = (i.guard[1:].lstrip("!"), i.guard.startswith("@!"), i.opcode.split("."), i.operands, tuple(scopes))
+        return labels, program
+
+    # ---- operands ----
+
+    def value(self, t, operand, kind="b32"):
+        if operand in t.registers:
+            return t.registers[operand]
+        if operand.startswith("0f"):
+            return int(operand[2:], 16)
+        special = {
+            "%tid.x": t.tid,
+            "%ctaid.x": self.ctaid + t.rank,
+            "%laneid": t.tid % 32,
+            "%cluster_ctarank": t.rank,
+            "smem": SHARED_BEGIN | t.rank << 24,
+        }
+        if operand in special:
+            return special[operand]
+        if operand in self.values:
+            return operand
+        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", operand):
+            return int(operand, 0) & (2**64 - 1 if kind.endswith("64") else 2**32 - 1)
+        if operand.startswith("%"):
+            return 0  # never written on this path: its value does not matter
+        raise NotInterpreted(f"operand {operand}")
+
+    def write(self, t, operand, value, kind):
+        if operand != "_":
+            width = int(re.sub(r"\D", "", kind) or 32)
+            t.registers[operand] = value & (2**width - 1)
+
+    def place(self, t, space, operand):
+        base, offset = address(operand)
+        where = self.value(t, base, "b64") + offset
+        if space == "shared":
+            where &= 0xFFFFFFFF
+            if where < 1 << 24:
+                where |= t.rank << 24
+            return self.machine.machine_shared(ctypes.c_uint32(where))
+        return where
+
+    # ---- running ----
+
+    def run(self, ctaid):
+        self.ctaid = ctaid
+        threads = [Thread(i, self) for i in range(self.block * self.ctas)]
+        finished, done = (ctypes.c_int * len(threads))(), 0
+        alive = set(range(len(threads)))
+        for _ in range(MOST_STEPS):
+            for index in sorted(alive):
+                t = threads[index]
+                self.now = t
+                while t.waiting is None and index in alive:
+                    if not self.step(t):
+                        alive.discard(index)
+            if not alive:
+                return
+            self.meet([threads[i] for i in alive], stuck=done == 0)
+            done = self.machine.machine_step(finished)
+            for k in range(done):
+                threads[finished[k]].waiting = None
+        raise AssertionError("the interpreted kernel does not end")
+
+    def meet(self, threads, stuck):
+        """Let those go on whose barrier is complete: all living threads of a CTA, a warp or the cluster wait at it; and those that poll."""
+        for name, members in (("bar", lambda t: t.rank), ("warp", lambda t: t.index // 32), ("cluster", lambda t: 0)):
+            groups = {}
+            for t in threads:
+                groups.setdefault(members(t), []).append(t)
+            for group in groups.values():
+                if all(t.waiting == name for t in group):
+                    for t in group:
+                        t.waiting = None
+        if stuck or not any(t.waiting == "call" for t in threads):  # those that poll let the others compute first
+            for t in threads:
+                if t.waiting == "poll":
+                    t.waiting = None
+
+    def step(self, t):
+        """One statement; False when the thread has left."""
+        entry = self.program.get(t.at)
+        t.at += 1
+        if entry is None:
+            return t.at <= self.function.end
+        guard, negated, parts, operands, scopes = entry
+        if guard and bool(self.value(t, guard)) == negated:
+            return True
+        if parts[0] in ("ret", "exit"):
+            return False
+        if parts[0] == "bra":
+            t.at = next(self.labels[scope, operands[0]] for scope in reversed(scopes) if (scope, operands[0]) in self.labels)
+            return True
+        action = getattr(self, f"do_{parts[0]}", None)
+        if action is None:
+            raise NotInterpreted(".".join(parts))
+        action(t, parts, operands)
+        return True
+
+    # ---- instructions ----
+
+    def do_mov(self, t, parts, o):
+        kind = parts[-1]
+        if o[0].startswith("{"):
+            value = self.value(t, o[1], kind)
+            elements = vector(o[0])
+            width = int(kind[1:]) // len(elements)
+            for index, element in enumerate(elements):
+                self.write(t, element, value >> (width * index), f"b{width}")
+        elif o[1].startswith("{"):
+            elements = vector(o[1])
+            width = int(kind[1:]) // len(elements)
+            self.write(t, o[0], sum((self.value(t, e) & (2**width - 1)) << (width * i) for i, e in enumerate(elements)), kind)
+        elif o[1] in self.values:
+            t.registers[o[0]] = self.values[o[1]]
+        else:
+            self.write(t, o[0], self.value(t, o[1], kind), kind)
+
+    def do_cvta(self, t, parts, o):
+        t.registers[o[0]] = self.value(t, o[1], "b64")
+
+    def do_add(self, t, parts, o):
+        if parts[-1] == "f32":
+            return self.write(t, o[0], bits(f32(self.value(t, o[1])) + f32(self.value(t, o[2]))), "b32")
+        return self.write(t, o[0], self.value(t, o[1], parts[-1]) + self.value(t, o[2], parts[-1]), parts[-1])
+
+    def do_sub(self, t, parts, o):
+        self.write(t, o[0], bits(f32(self.value(t, o[1])) - f32(self.value(t, o[2]))), "b32")
+
+    def do_fma(self, t, parts, o):
+        x, y, z = (float(f32(self.value(t, v))) for v in o[1:])
+        self.write(t, o[0], bits(x * y + z), "b32")
+
+    def do_max(self, t, parts, o):
+        x, y = (f32(self.value(t, v)) for v in o[1:])
+        self.write(t, o[0], bits(np.maximum(x, y) if "NaN" in parts else np.fmax(x, y)), "b32")
+
+    def do_mul(self, t, parts, o):
+        self.write(t, o[0], self.value(t, o[1]) * self.value(t, o[2]), parts[-1])
+
+    def do_mad(self, t, parts, o):
+        kind = "u64" if "wide" in parts else parts[-1]
+        self.write(t, o[0], self.value(t, o[1]) * self.value(t, o[2]) + self.value(t, o[3], kind), kind)
+
+    def do_shl(self, t, parts, o):
+        self.write(t, o[0], self.value(t, o[1]) << self.value(t, o[2]), parts[-1])
+
+    def do_shr(self, t, parts, o):
+        self.write(t, o[0], self.value(t, o[1]) >> self.value(t, o[2]), parts[-1])
+
+    def do_and(self, t, parts, o):
+        self.write(t, o[0], self.value(t, o[1], parts[-1]) & self.value(t, o[2], parts[-1]), parts[-1])
+
+    def do_or(self, t, parts, o):
+        self.write(t, o[0], self.value(t, o[1], parts[-1]) | self.value(t, o[2], parts[-1]), parts[-1])
+
+    def do_xor(self, t, parts, o):
+        self.write(t, o[0], self.value(t, o[1], parts[-1]) ^ self.value(t, o[2], parts[-1]), parts[-1])
+
+    def do_not(self, t, parts, o):
+        t.registers[o[0]] = int(not self.value(t, o[1]))
+
+    def do_cvt(self, t, parts, o):
+        if parts[-1] == "f32":  # to a pair of bfloat16, nearest even
+            halves = []
+            for operand in o[1:]:
+                word = self.value(t, operand)
+                nan = (word & 0x7FFFFFFF) > 0x7F800000
+                halves.append(0x7FFF if nan else (word + 0x7FFF + (word >> 16 & 1)) >> 16)
+            return self.write(t, o[0], (halves[0] & 0xFFFF) << 16 | halves[1] & 0xFFFF, "b32")
+        width = int(parts[-1][1:])
+        return self.write(t, o[0], self.value(t, o[1], parts[-1]) & (2**width - 1), parts[-2])
+
+    def do_setp(self, t, parts, o):
+        x, y = (self.value(t, v) & 0xFFFFFFFF for v in o[1:])
+        t.registers[o[0]] = int({"ne": x != y, "eq": x == y, "ge": x >= y, "lt": x < y}[parts[1]])
+
+    def do_selp(self, t, parts, o):
+        self.write(t, o[0], self.value(t, o[1] if self.value(t, o[3]) else o[2]), parts[-1])
+
+    def do_ld(self, t, parts, o):
+        kind, elements = parts[-1], vector(o[0])
+        size = int(kind[1:]) // 8
+        if parts[1] == "param":
+            name, offset = address(o[1])
+            if name in t.params:
+                return self.write(t, o[0], t.params[name] >> (8 * offset), kind)
+            return self.write(t, o[0], self.values[name], kind)
+        data = ctypes.string_at(self.place(t, parts[1].split("::")[0], o[1]), size * len(elements))
+        for index, element in enumerate(elements):
+            self.write(t, element, int.from_bytes(data[size * index : size * index + size], "little"), kind)
+        return None
+
+    def do_st(self, t, parts, o):
+        kind, elements = parts[-1], vector(o[1])
+        size = int(kind[1:]) // 8
+        if parts[1] == "param":
+            t.params[address(o[0])[0]] = self.value(t, o[1], kind)
+            return
+        data = b"".join((self.value(t, e, kind) & (2 ** (8 * size) - 1)).to_bytes(size, "little") for e in elements)
+        ctypes.memmove(self.place(t, parts[1].split("::")[0], o[0]), data, len(data))
+
+    def do_call(self, t, parts, o):
+        returned, operands = (o[0].strip("()"), o[1:]) if o[0].startswith("(") else ("", o)
+        number = FUNCTIONS.index(operands[0].removeprefix("megamoe_"))
+        names = [name for name in operands[1].strip("()").split(", ") if name] if len(operands) > 1 else []
+        values = (ctypes.c_uint64 * max(len(names), 1))(*(t.params[name] for name in names))
+        self.machine.machine_call(t.index, number, len(names), values)
+        t.waiting = "call"
+        if returned:
+            t.params[returned] = Result(self.machine, t.index)
+
+    def do_bar(self, t, parts, o):
+        t.waiting = "warp" if parts[1] == "warp" else "bar"
+
+    def do_barrier(self, t, parts, o):
+        if parts[2] == "wait":
+            t.waiting = "cluster"
+
+    def do_fence(self, t, parts, o):
+        pass
+
+    def do_elect(self, t, parts, o):
+        lane, predicate = o[0].split("|")
+        self.write(t, lane, 0, "b32")
+        t.registers[predicate] = int(t.tid % 32 == 0)
+
+    def do_mbarrier(self, t, parts, o):
+        def at(operand):
+            base, offset = address(operand)
+            return ctypes.c_uint32(self.value(t, base) + offset | t.rank << 24)
+
+        if parts[1] == "init":
+            self.machine.barrier_init(at(o[0]), self.value(t, o[1]))
+        elif parts[1] == "try_wait":
+            passed = self.machine.barrier_passed(at(o[1]), self.value(t, o[2]))
+            t.registers[o[0]] = passed
+            if not passed:
+                t.waiting = "poll"
+        else:  # arrive.expect_tx
+            self.machine.barrier_expect(at(o[1]), self.value(t, o[2]))
+
+    def do_clusterlaunchcontrol(self, t, parts, o):
+        raise NotInterpreted(".".join(parts))
+
+    def do_cp(self, t, parts, o):
+        name = ".".join(parts)
+        if name.startswith("cp.async.bulk.global.shared::cta.bulk_group"):
+            ctypes.memmove(self.place(t, "global", o[0]), self.place(t, "shared", o[1]), self.value(t, o[2]))
+        elif parts[3] not in ("commit_group", "wait_group"):
+            raise NotInterpreted(name)
+
+
+class Result:
+    """What a call returned, read when it is done."""
+
+    def __init__(self, machine, index):
+        self.machine, self.index = machine, index
+
+    def __rshift__(self, shift):
+        low, high = (ctypes.c_uint64 * 2).from_address(self.machine.machine_result(self.index))
+        return (low | high << 64) >> shift
+
+
+def run(machine, ptx, *arguments, grid=1, block=128, shared=0, options=None):
+    """Like ``launch.run``, without a GPU."""
+    options = options or Options(limit_ms=2000)
+    rewritten = rewrite(ptx, options)
+    names = re.findall(r"\.param [^,)]*?([\w]+)(?:\[\d+\])?\s*[,)\n]", rewritten.text[: rewritten.text.index("{\n")])
+    outputs, values, kept = [], {}, []
+    for name, argument in zip(names, arguments, strict=True):
+        if isinstance(argument, np.ndarray):
+            outputs.append(np.ascontiguousarray(argument).copy())
+            values[name] = outputs[-1].ctypes.data
+        elif isinstance(argument, bytes):
+            kept.append(ctypes.create_string_buffer(argument, len(argument)))
+            values[name] = ctypes.addressof(kept[-1])
+        else:
+            values[name] = argument.value if isinstance(argument, ctypes._SimpleCData) else argument
+    clustered = ".reqnctapercluster 2" in ptx
+    fault = None
+    for first in range(0, grid, 2 if clustered else 1):
+        machine.machine_start(2 if clustered else 1, block, shared, options.seed or 0)
+        Kernel(machine, rewritten.text, values, block, shared, 2 if clustered else 1).run(first)
+        record = ctypes.create_string_buffer(RECORD.size)
+        machine.machine_fault(record)
+        fault = fault or read_fault(record.raw, rewritten)
+    if fault:
+        raise fault
+    return outputs
+
+
+def tensor(array):
+    """A tensor in the machine's global memory, its address and a function that gives it back."""
+    copy = np.ascontiguousarray(array).copy()
+    return copy.ctypes.data, lambda: copy
+
+
+assert struct.calcsize("P") == 8, "addresses of the machine are 64 bits"
