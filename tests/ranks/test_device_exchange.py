@@ -13,6 +13,7 @@ import pytest
 
 import megamoe_sm90
 from megamoe.device import regions, wire
+from megamoe.ep.lifecycle import EPOCHS_APART
 from megamoe.ep.physical import PhysicalExperts
 from megamoe.problem import Placement
 from megamoe_sm90._drop.ranks_config import RanksConfig
@@ -184,6 +185,15 @@ class Rank:
 
     def __str__(self):
         return f"rank {self.number}"
+
+    def restart(self, epoch):
+        """What the host does at a reset, see DeviceFabric.restart."""
+        memory, c = self.machine.memory, self.config
+        memory[self.control : self.control + c.control_bytes] = bytes(c.control_bytes)
+        struct.pack_into("<i", memory, self.control + regions.EPOCH, epoch)
+        struct.pack_into("<i", memory, self.control + wire.RANK, self.number)
+        struct.pack_into("<q", memory, self.heap + wire.TOLD, 0)
+        self.faults, self.wait = [], 1 << 30
 
     def begin(self):
         """Start the next launch, if there is one."""
@@ -368,6 +378,30 @@ def test_a_rank_that_never_launches_is_named_by_the_first_and_everybody_ends():
     assert all(found in ((wire.SITE_COUNTS, 1), (wire.SITE_TOLD, 0), (wire.SITE_TOLD, 2)) for found in blamed)
     told = struct.unpack_from("<q", world.machine.memory, world.ranks[1].heap + wire.TOLD)[0]
     assert told in (1, 3), "rank 1 will not wait for its peers when it comes"
+
+
+def test_after_a_reset_nothing_of_the_failed_launch_is_left():
+    """Ranks 0 and 2 give up on rank 1, whose own launch then finds their abort; restarted behind every number in use, all is well again."""
+    world = World(4, Placement.even(6, 3), 6)
+    rng = random.Random(4)
+    for rank in (0, 2):
+        world.ranks[rank].wait = 8000
+        world.call(rank, ids_of(rng, 6, 6, "random"))
+    world.run()
+    world.call(1, ids_of(rng, 6, 6, "random"))
+    world.run()
+    assert all(rank.faults for rank in world.ranks)
+
+    latest = max(rank.word(regions.EPOCH) for rank in world.ranks)
+    for rank in world.ranks:
+        rank.restart(latest + EPOCHS_APART)
+    for pattern in ("random", "one expert", "holes"):
+        for rank in range(3):
+            world.call(rank, ids_of(rng, rng.randrange(TOKENS + 1), 6, pattern))
+    world.run()
+    for rank in world.ranks:
+        assert rank.faults == []
+        assert rank.word(regions.EPOCH) == latest + EPOCHS_APART + 3
 
 
 def test_a_rank_that_is_told_leaves_at_once():
