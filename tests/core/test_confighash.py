@@ -97,5 +97,5 @@ def test_a_disagreement_names_every_field_and_who_holds_what():
     text = confighash._differences([one, two, one])
     assert text == (
         'The ranks disagree: version is "0.1.0" on ranks [0, 2], "0.2.0" on ranks [1]; '
-        'x_scale is "0x1.0000000000000p-1" on ranks [0, 2], null on ranks [1]; allowed: equal on all 3 ranks.'
+        'x_scale is "0.5" on ranks [0, 2], null on ranks [1]; allowed: equal on all 3 ranks.'
     )

@@ -34,8 +34,8 @@ def configuration(plan: Plan, *, drop: str = "", x_scale: float | None = None, m
         "version": plan.version,
         "drop": drop,
         "ranks": plan.ranks,
-        "x_scale": x_scale,
-        "mid_scale": mid_scale,
+        "x_scale": None if x_scale is None else float(x_scale),
+        "mid_scale": None if mid_scale is None else float(mid_scale),
     }
     named |= {f"problem.{f.name}": getattr(plan.problem, f.name) for f in fields(plan.problem)}
     named |= {f"wire.{name}": value for name, value in plan.wire.items()}
@@ -43,7 +43,7 @@ def configuration(plan: Plan, *, drop: str = "", x_scale: float | None = None, m
 
 
 def canonical(value: object) -> str:
-    """Text that is equal exactly when the values are: floats bit by bit, mappings in key order, tuples and lists alike."""
+    """Text that is equal exactly when the values are: floats by their shortest exact digits, mappings in key order, tuples and lists alike."""
     return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
 
 
@@ -122,7 +122,7 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float):
-        return value.hex()
+        return repr(value)
     if value is None or isinstance(value, bool | int | str):
         return value
     raise TypeError(f"{value!r} has no canonical text; wire values are numbers, strings, None, and sequences or mappings of them")
