@@ -99,3 +99,7 @@ def test_a_disagreement_names_every_field_and_who_holds_what():
         'The ranks disagree: version is "0.1.0" on ranks [0, 2], "0.2.0" on ranks [1]; '
         'x_scale is "0.5" on ranks [0, 2], null on ranks [1]; allowed: equal on all 3 ranks.'
     )
+
+
+def test_a_whole_number_is_the_same_scale_however_it_is_written():
+    assert digest(configuration(PLAN, x_scale=1, mid_scale=2)) == digest(configuration(PLAN, x_scale=1.0, mid_scale=2.0))

@@ -92,6 +92,21 @@ def test_prequantized_weights_and_activations(format):
     assert same(out, run(trial.problem, trial.weights, x, ids, route_weights))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("magnitude", [1e-9, 3e-11, 1e-20, 1e-34, 1e-37])
+def test_weights_of_small_magnitude(format, magnitude):
+    trial = make_trial(problem(format), seed=44)
+    trial = replace(trial, weights=replace(trial.weights, w2=trial.weights.w2 * magnitude))
+    right(trial.problem, trial.weights, run(trial.problem, trial.weights, *trial.inputs[0]), *trial.inputs[0])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_infinite_weight_spoils_what_it_must_and_nothing_else(format):
+    trial = make_trial(problem(format), seed=45)
+    trial.weights.w2[1, 7, 3] = float("inf")
+    right(trial.problem, trial.weights, run(trial.problem, trial.weights, *trial.inputs[0]), *trial.inputs[0])
+
+
 def test_nvfp4_static_and_global_scales_are_applied():
     trial, fmt = make_trial(problem("nvfp4"), seed=15), load("nvfp4")
     w13, w13_scale, _ = fmt.quantize_weight(trial.weights.w13)

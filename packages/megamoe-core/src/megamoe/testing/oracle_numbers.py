@@ -216,15 +216,19 @@ def quantize_activations(format: str, values: Array, static_scale: float | None 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
 def quantize_weight(format: str, values: Array) -> Codes:
-    """Quantize one expert's (N, K) weights. The tensor scale maps the largest value to the largest representable one."""
+    """Quantize one expert's (N, K) weights. The tensor scale maps the largest value to the largest representable one.
+
+    It has a floor: amax 1e-12 for ``fp8_tensor``; for ``nvfp4`` 2^-118, where the multiplier of its smallest block scale is still float32.
+    """
     facts = FACTS[format]
     values = np.asarray(values, np.float32)
     tensor = np.float32(1)
     amax = np.abs(values).max(initial=0)
     if facts.element != "bf16" and facts.block == 0:
-        tensor = np.maximum(amax, np.float32(1e-10)) / np.float32(facts.largest)
-    elif facts.scale == "e4m3" and amax > 0:
-        tensor = amax / np.float32(facts.largest * 448)
+        tensor = np.maximum(amax, np.float32(1e-12)) / np.float32(facts.largest)
+    elif facts.scale == "e4m3":
+        amax = np.abs(values[np.isfinite(values)]).max(initial=0)
+        tensor = np.maximum(amax / np.float32(facts.largest * 448), np.float32(2.0**-118)) if amax > 0 else tensor
     return _quantize(facts, values, facts.rows, tensor)
 
 
