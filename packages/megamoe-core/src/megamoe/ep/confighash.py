@@ -43,7 +43,7 @@ def configuration(plan: Plan, *, drop: str = "", x_scale: float | None = None, m
 
 
 def canonical(value: object) -> str:
-    """Text that is equal exactly when the values are: floats by their shortest exact digits, mappings in key order, tuples and lists alike."""
+    """Text that is equal exactly when the values are: floats by their exact digits, mappings in key order, tuples and lists alike."""
     return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
 
 
