@@ -59,11 +59,23 @@ def bits(value):
     return int(np.float32(value).view(np.uint32))
 
 
+def signed(value, kind):
+    """A register's bits as a number of this type."""
+    width = int(re.sub(r"\D", "", kind) or 32)
+    return value - 2**width if kind.startswith("s") and value >> (width - 1) & 1 else value
+
+
+def bf16(word):
+    """Nearest even; NaN as the hardware writes it."""
+    return 0x7FFF if (word & 0x7FFFFFFF) > 0x7F800000 else (word + 0x7FFF + (word >> 16 & 1)) >> 16 & 0xFFFF
+
+
 class Thread:
     def __init__(self, index, kernel):
         self.index, self.rank, self.tid = index, index // kernel.block, index % kernel.block
         self.registers, self.params, self.at = {}, {}, kernel.start
-        self.waiting = None  # what for: "call", a barrier's name, or nothing
+        self.waiting = None  # what for: "call", "poll", "warp", "cluster", a numbered barrier, or nothing
+        self.exchange = None  # of shfl: value shown, lane asked for, register for it
 
 
 class Kernel:
@@ -75,6 +87,9 @@ class Kernel:
         self.function = next(f for f in self.module.functions() if f.kernel)
         self.start, self.values = self.function.start, values
         self.statements = self.module.statements
+        self.arrays = set(re.findall(r"(\w+)\[\d+\]", self.statements[self.function.header].text))
+        shared = [s.text for s in self.statements if s.kind is Kind.DECLARATION and ".shared" in s.text]
+        self.shared_names = {name for text in shared for name in re.findall(r"(\w+)\[\d*\]", text)}
         self.labels, self.program = self._program()
 
     def _program(self):
@@ -154,15 +169,27 @@ class Kernel:
         raise AssertionError("the interpreted kernel does not end")
 
     def meet(self, threads, stuck):
-        """Let those go on whose barrier is complete: all living threads of a CTA, a warp or the cluster wait at it; and those that poll."""
-        for name, members in (("bar", lambda t: t.rank), ("warp", lambda t: t.index // 32), ("cluster", lambda t: 0)):
+        """Let those go on whose barrier is complete (a warp, a CTA or the cluster waits at it), and those that poll."""
+        for name, members in (("warp", lambda t: t.index // 32), ("cluster", lambda t: 0)):
             groups = {}
             for t in threads:
                 groups.setdefault(members(t), []).append(t)
             for group in groups.values():
                 if all(t.waiting == name for t in group):
+                    shown = {t.tid % 32: t.exchange[0] for t in group if t.exchange}
                     for t in group:
                         t.waiting = None
+                        if t.exchange:
+                            self.write(t, t.exchange[2], shown[t.exchange[1] % 32], "b32")
+                            t.exchange = None
+        numbered = {}
+        for t in threads:
+            if isinstance(t.waiting, tuple):
+                numbered.setdefault((t.rank, *t.waiting), []).append(t)
+        for (rank, _, count), group in numbered.items():
+            if len(group) == (count or sum(t.rank == rank for t in threads)):
+                for t in group:
+                    t.waiting = None
         if stuck or not any(t.waiting == "call" for t in threads):  # those that poll let the others compute first
             for t in threads:
                 if t.waiting == "poll":
@@ -227,17 +254,25 @@ class Kernel:
         self.write(t, o[0], bits(np.maximum(x, y) if "NaN" in parts else np.fmax(x, y)), "b32")
 
     def do_mul(self, t, parts, o):
-        self.write(t, o[0], self.value(t, o[1]) * self.value(t, o[2]), parts[-1])
+        kind = parts[-1].replace("32", "64") if "wide" in parts else parts[-1]
+        self.write(t, o[0], signed(self.value(t, o[1]), parts[-1]) * signed(self.value(t, o[2]), parts[-1]), kind)
 
     def do_mad(self, t, parts, o):
-        kind = "u64" if "wide" in parts else parts[-1]
-        self.write(t, o[0], self.value(t, o[1]) * self.value(t, o[2]) + self.value(t, o[3], kind), kind)
+        kind = parts[-1].replace("32", "64") if "wide" in parts else parts[-1]
+        product = signed(self.value(t, o[1], parts[-1]), parts[-1]) * signed(self.value(t, o[2], parts[-1]), parts[-1])
+        self.write(t, o[0], product + self.value(t, o[3], kind), kind)
+
+    def do_neg(self, t, parts, o):
+        self.write(t, o[0], -self.value(t, o[1]), parts[-1])
+
+    def do_min(self, t, parts, o):
+        self.write(t, o[0], min(signed(self.value(t, v), parts[-1]) for v in o[1:]), parts[-1])
 
     def do_shl(self, t, parts, o):
         self.write(t, o[0], self.value(t, o[1]) << self.value(t, o[2]), parts[-1])
 
     def do_shr(self, t, parts, o):
-        self.write(t, o[0], self.value(t, o[1]) >> self.value(t, o[2]), parts[-1])
+        self.write(t, o[0], signed(self.value(t, o[1], parts[-1]), parts[-1]) >> self.value(t, o[2]), parts[-1])
 
     def do_and(self, t, parts, o):
         self.write(t, o[0], self.value(t, o[1], parts[-1]) & self.value(t, o[2], parts[-1]), parts[-1])
@@ -249,22 +284,26 @@ class Kernel:
         self.write(t, o[0], self.value(t, o[1], parts[-1]) ^ self.value(t, o[2], parts[-1]), parts[-1])
 
     def do_not(self, t, parts, o):
-        t.registers[o[0]] = int(not self.value(t, o[1]))
+        value = self.value(t, o[1], parts[-1])
+        self.write(t, o[0], int(not value) if parts[-1] == "pred" else ~value, "b1" if parts[-1] == "pred" else parts[-1])
+
+    def do_shfl(self, t, parts, o):
+        t.exchange = self.value(t, o[1]), self.value(t, o[2]), o[0]
+        t.waiting = "warp"
 
     def do_cvt(self, t, parts, o):
-        if parts[-1] == "f32":  # to a pair of bfloat16, nearest even
-            halves = []
-            for operand in o[1:]:
-                word = self.value(t, operand)
-                nan = (word & 0x7FFFFFFF) > 0x7F800000
-                halves.append(0x7FFF if nan else (word + 0x7FFF + (word >> 16 & 1)) >> 16)
-            return self.write(t, o[0], (halves[0] & 0xFFFF) << 16 | halves[1] & 0xFFFF, "b32")
+        if parts[-1] == "f32":
+            words = [self.value(t, operand) for operand in o[1:]]
+            halves = [bf16(word) if parts[-2] == "bf16x2" else int(f32(word).astype(np.float16).view(np.uint16)) for word in words]
+            return self.write(t, o[0], halves[0] << 16 | halves[1], "b32")
         width = int(parts[-1][1:])
-        return self.write(t, o[0], self.value(t, o[1], parts[-1]) & (2**width - 1), parts[-2])
+        return self.write(t, o[0], signed(self.value(t, o[1], parts[-1]) & (2**width - 1), parts[-1]), parts[-2])
 
     def do_setp(self, t, parts, o):
-        x, y = (self.value(t, v) & 0xFFFFFFFF for v in o[1:])
-        t.registers[o[0]] = int({"ne": x != y, "eq": x == y, "ge": x >= y, "lt": x < y}[parts[1]])
+        width = int(parts[-1][1:])
+        x, y = (signed(self.value(t, v, parts[-1]) & (2**width - 1), parts[-1]) for v in o[1:])
+        compared = {"ne": x != y, "eq": x == y, "ge": x >= y, "gt": x > y, "le": x <= y, "lt": x < y}
+        t.registers[o[0]] = int(compared[parts[1]])
 
     def do_selp(self, t, parts, o):
         self.write(t, o[0], self.value(t, o[1] if self.value(t, o[3]) else o[2]), parts[-1])
@@ -276,8 +315,12 @@ class Kernel:
             name, offset = address(o[1])
             if name in t.params:
                 return self.write(t, o[0], t.params[name] >> (8 * offset), kind)
-            return self.write(t, o[0], self.values[name], kind)
-        data = ctypes.string_at(self.place(t, parts[1].split("::")[0], o[1]), size * len(elements))
+            if name not in self.arrays:
+                return self.write(t, o[0], self.values[name], kind)
+            where = self.values[name] + offset
+        else:
+            where = self.place(t, parts[1].split("::")[0], o[1])
+        data = ctypes.string_at(where, size * len(elements))
         for index, element in enumerate(elements):
             self.write(t, element, int.from_bytes(data[size * index : size * index + size], "little"), kind)
         return None
@@ -302,7 +345,7 @@ class Kernel:
             t.params[returned] = Result(self.machine, t.index)
 
     def do_bar(self, t, parts, o):
-        t.waiting = "warp" if parts[1] == "warp" else "bar"
+        t.waiting = "warp" if parts[1] == "warp" else (self.value(t, o[0]), self.value(t, o[1]) if len(o) > 1 else 0)
 
     def do_barrier(self, t, parts, o):
         if parts[2] == "wait":
@@ -321,7 +364,9 @@ class Kernel:
             base, offset = address(operand)
             return ctypes.c_uint32(self.value(t, base) + offset | t.rank << 24)
 
-        if parts[1] == "init":
+        if parts[1] == "arrive" and "expect_tx" not in parts:
+            self.machine.barrier_arrive(at(o[1]))
+        elif parts[1] == "init":
             self.machine.barrier_init(at(o[0]), self.value(t, o[1]))
         elif parts[1] == "try_wait":
             passed = self.machine.barrier_passed(at(o[1]), self.value(t, o[2]))
@@ -338,8 +383,47 @@ class Kernel:
         name = ".".join(parts)
         if name.startswith("cp.async.bulk.global.shared::cta.bulk_group"):
             ctypes.memmove(self.place(t, "global", o[0]), self.place(t, "shared", o[1]), self.value(t, o[2]))
+        elif re.match(r"cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.tile\.mbarrier", name) and "multicast" not in name:
+            bytes_ = self.tensor_box(t, o[1], o[0], load=True)
+            base, offset = address(o[2])
+            self.machine.barrier_complete(ctypes.c_uint32(self.value(t, base) + offset | t.rank << 24), bytes_)
+        elif re.match(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta", name):
+            self.tensor_box(t, o[0], o[1], load=False)
         elif parts[3] not in ("commit_group", "wait_group"):
             raise NotInterpreted(name)
+
+    def tensor_box(self, t, tensor, shared, load):
+        """What Hopper's own unit does for a box of whole bytes; returns its bytes."""
+        pointer, coordinates = (part.strip() for part in tensor[1:-1].split(",", 1))
+        q = np.frombuffer(ctypes.string_at(self.value(t, pointer, "b64"), 64), np.uint64).tolist()
+        rank, kind, swizzle = (q[1] >> 4 & 7) + 1, q[1] >> 7 & 15, q[1] >> 13 & 3
+        size = {0: 1, 1: 2, 6: 2, 9: 2, 2: 4, 3: 4, 7: 4}[kind]
+        strides = [size, *(16 * part for part in (q[1] >> 32, q[2] & 0xFFFFFFFF, q[2] >> 32, q[3] & 0xFFFFFFFF))]
+        extents = [1 + part for part in (q[4] & 0xFFFFFFFF, q[4] >> 32, q[5] & 0xFFFFFFFF, q[5] >> 32, q[6] & 0xFFFFFFFF)]
+        box = [1 + (q[6] >> 56), *(1 + (q[7] >> 8 * i & 255) for i in range(4))][:rank]
+        corner = [signed(self.value(t, c), "s32") for c in vector(coordinates)]
+        base, offset = address(shared)
+        place = self.value(t, base) + offset
+        row = box[0] * size
+        for index in range(int(np.prod(box[1:]))):
+            rest, where, inside = index, q[0], True
+            for d in range(1, rank):
+                c = corner[d] + rest % box[d]
+                rest //= box[d]
+                inside &= 0 <= c < extents[d]
+                where += c * strides[d]
+            for chunk in range(0, row, 16):
+                at = place + index * row + chunk
+                at ^= (at >> 3) & {0: 0, 1: 0x10, 2: 0x30, 3: 0x70}[swizzle]
+                memory = self.machine.machine_shared(ctypes.c_uint32(at | t.rank << 24))
+                first = corner[0] + chunk // size
+                valid = min(max(extents[0] - first, 0), 16 // size) * size if inside and first >= 0 else 0
+                if load:
+                    data = ctypes.string_at(where + first * size, valid) if valid else b""
+                    ctypes.memmove(memory, data.ljust(16, b"\0"), 16)
+                elif valid:
+                    ctypes.memmove(where + first * size, memory, valid)
+        return row * int(np.prod(box[1:]))
 
 
 class Result:

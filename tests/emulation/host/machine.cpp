@@ -104,6 +104,8 @@ u8 *machine_shared(u32 address) { return shared_at(address); }
 void machine_fault(void *record) { memcpy(record, &megamoe_fault, sizeof megamoe_fault); }
 
 void barrier_init(u32 barrier, int count) { machine.barriers[barrier] = {count, count, 0, 0}; }
+void barrier_arrive(u32 barrier) { arrive(barrier); }
+void barrier_complete(u32 barrier, int bytes) { complete_bytes(barrier, bytes); }
 void barrier_expect(u32 barrier, int bytes) {
   Barrier &b = machine.barriers.at(barrier);
   b.bytes += bytes;
