@@ -150,5 +150,5 @@ def _would_run(record: Record, problem: MoEProblem) -> str:
         return missing or "; ".join(reason.text for reason in record.reasons) or f"nothing: see megamoe explain --backend {record.name}"
     size = sum(region.nbytes for region in plan.regions) / 2**20
     limit = max(plan.bounds.values(), default=0.0)
-    bound = f", at least {limit:,.0f} us a call" if limit else ""
+    bound = f", at least {limit:,.{0 if limit >= 10 else 1}f} us a call" if limit else ""
     return f"{problem.format}, {size:,.0f} MiB{bound}: megamoe explain --backend {record.name}"
