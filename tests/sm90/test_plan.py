@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,13 @@ def test_planning_loads_no_compiler():
         "tops = {name.partition('.')[0] for name in sys.modules}; print(tops & {'cutlass', 'tvm_ffi', 'common', 'src'})"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("with_gpu", [False, True])
+def test_weights_on_the_cpu_are_told_where_to_go(monkeypatch, with_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: with_gpu)
+    (reason,) = BACKEND.probe(torch.device("cpu")).reasons
+    assert str(reason) == "the device is cpu, these kernels need a GPU (fix: move the weights to the GPU, or backend='reference')."
 
 
 def test_plan_says_what_a_session_holds():
