@@ -85,7 +85,7 @@ class Kernel:
         self.machine, self.block, self.shared, self.ctas = machine, block, shared, ctas
         self.module = parse(text)
         self.function = next(f for f in self.module.functions() if f.kernel)
-        self.start, self.values = self.function.start, values
+        self.start, self.values, self.grid = self.function.start, values, [1 << 30, 1, 1]
         self.statements = self.module.statements
         self.arrays = set(re.findall(r"(\w+)\[\d+\]", self.statements[self.function.header].text))
         shared = [s.text for s in self.statements if s.kind is Kind.DECLARATION and ".shared" in s.text]
@@ -114,22 +114,22 @@ class Kernel:
             return t.registers[operand]
         if operand.startswith("0f"):
             return int(operand[2:], 16)
-        special = {
-            "%tid.x": t.tid,
-            "%ctaid.x": self.ctaid + t.rank,
-            "%laneid": t.tid % 32,
-            "%cluster_ctarank": t.rank,
-            "smem": SHARED_BEGIN | t.rank << 24,
-        }
-        if operand in special:
-            return special[operand]
+        if operand[0] == "%":
+            return self.special(t, operand)
+        if operand in self.shared_names:
+            return SHARED_BEGIN | t.rank << 24
         if operand in self.values:
             return operand
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", operand):
             return int(operand, 0) & (2**64 - 1 if kind.endswith("64") else 2**32 - 1)
-        if operand.startswith("%"):
-            return 0  # never written on this path: its value does not matter
         raise NotInterpreted(f"operand {operand}")
+
+    def special(self, t, name):
+        cta = self.ctaid + t.rank
+        known = {"%tid.x": t.tid, "%laneid": t.tid % 32, "%cluster_ctarank": t.rank, "%ctaid.x": cta % self.grid[0]}
+        known |= {"%ctaid.y": cta // self.grid[0] % self.grid[1], "%ctaid.z": cta // self.grid[0] // self.grid[1]}
+        known |= {f"%nctaid.{axis}": count for axis, count in zip("xyz", self.grid, strict=True)}
+        return known.get(name, 0)  # a register that was never written on this path: its value does not matter
 
     def write(self, t, operand, value, kind):
         if operand != "_":
@@ -472,3 +472,26 @@ def tensor(array):
 
 
 assert struct.calcsize("P") == 8, "addresses of the machine are 64 bits"
+
+
+def launch(machine, rewritten, pointers, grid, block, shared, seed=0):
+    """A launch as host code makes it: `pointers` to the kernel's parameters; CTAs run one after the other, or in pairs when they form clusters."""
+    header = rewritten.text[: rewritten.text.index("{\n")]
+    values = {}
+    declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) (\w+)(?:\[(\d+)\])?", header)
+    for index, (kind, name, size) in enumerate(declared):
+        if size:
+            values[name] = pointers[index]
+        else:
+            values[name] = int.from_bytes(ctypes.string_at(pointers[index], int(kind[1:]) // 8), "little")
+    ctas = grid[0] * grid[1] * grid[2]
+    for first in range(ctas):
+        machine.machine_start(1, block, shared, seed)
+        kernel = Kernel(machine, rewritten.text, values, block, shared, 1)
+        kernel.grid = grid
+        kernel.run(first)
+        record = ctypes.create_string_buffer(RECORD.size)
+        machine.machine_fault(record)
+        fault = read_fault(record.raw, rewritten)
+        if fault:
+            raise fault

@@ -1,0 +1,129 @@
+"""Runs one of CuTe DSL's public examples, as it is, on a machine without a GPU: its host code compiled by the DSL, its kernels interpreted.
+
+    python run_example.py ARCH SCRIPT [its arguments]
+
+Tensors stay in host memory, so the example's own comparison with torch judges the result. Prints how many kernels were launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from megamoe import emulation  # noqa: E402
+from megamoe.emulation import load  # noqa: E402
+from tests.emulation import interpreter  # noqa: E402
+
+
+class NoStream:
+    cuda_stream = 0
+
+
+def stay_on_the_host():
+    """torch functions that take a device leave tensors where they are."""
+    import torch
+    from cuda.bindings import driver
+
+    def hostly(function):
+        def call(*args, **kwargs):
+            kwargs.pop("device", None)
+            return function(*(a for a in args if not isinstance(a, torch.device) and a != "cuda" or isinstance(a, torch.Tensor)), **kwargs)
+
+        return call
+
+    for name in (
+        "empty_like",
+        "zeros_like",
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "rand",
+        "randn",
+        "randint",
+        "tensor",
+        "arange",
+        "empty_strided",
+    ):
+        setattr(torch, name, hostly(getattr(torch, name)))
+    original = torch.Tensor.to
+    torch.Tensor.to = lambda self, *args, **kwargs: hostly(lambda *a, **k: original(self, *a, **k) if a or k else self)(*args, **kwargs)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args: NoStream()
+    torch.cuda.synchronize = lambda *args: None
+    torch.cuda.get_device_capability = lambda *args: (10, 0)
+    driver.cuInit = lambda *args: (driver.CUresult.CUDA_SUCCESS,)
+    driver.cuDeviceGetCount = lambda *args: (driver.CUresult.CUDA_SUCCESS, 1)
+
+
+class Launches:
+    """Takes launches of the function that is being called, and interprets its kernel."""
+
+    def __init__(self, machine, emulated):
+        self.machine, self.emulated, self.count, self.running = machine, emulated, 0, None
+        self.modules = {}
+
+    def hook(self):
+        from cutlass.base_dsl.dsl import BaseDSL
+        from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
+
+        call, construct = Function.__call__, Function.__init__
+
+        def constructed(function, *args, **kwargs):
+            construct(function, *args, **kwargs)
+            self.modules[id(function)] = self.running = self.emulated.modules[-1]  # some are called as soon as they are compiled
+
+        def called(function, *args, **kwargs):
+            self.running = self.modules[id(function)]
+            return call(function, *args, **kwargs)
+
+        Function.__init__, Function.__call__ = constructed, called
+        Function._load_cuda_library = lambda function: []
+        library = Path(tempfile.mkdtemp()) / "capture.so"
+        subprocess.run(["cc", "-shared", "-fPIC", str(HERE / "host" / "capture.c"), "-o", str(library)], check=True)
+        BaseDSL.get_shared_libs = lambda dsl: [str(library), str(load._runtime_path())]
+        self.callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(self.launch)
+        ctypes.CDLL(str(library)).capture_launches(self.callback)
+
+    def launch(self, configuration, _, arguments):
+        grid, block = (list((ctypes.c_uint32 * 3).from_address(configuration + at)) for at in (0, 12))
+        shared = ctypes.c_uint64.from_address(configuration + 24).value
+        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
+        try:
+            interpreter.launch(self.machine, self.running, pointers, grid, block[0], shared)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            return 1
+        self.count += 1
+        return 0
+
+
+def main():
+    arch, script, *arguments = sys.argv[1:]
+    with emulation.emulate(arch) as emulated:
+        import cutlass.utils as utils
+        from cutlass.utils import hardware_info
+
+        stay_on_the_host()
+        hardware_info.HardwareInfo.get_max_active_clusters = utils.HardwareInfo.get_max_active_clusters = lambda *args, **kwargs: 1
+        hardware_info.HardwareInfo.__init__ = lambda *args: None
+        launches = Launches(interpreter.build(Path(tempfile.mkdtemp())), emulated)
+        launches.hook()
+        sys.argv = [script, *arguments]
+        sys.path.insert(0, str(Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
+        print(f"interpreted launches: {launches.count}")
+
+
+if __name__ == "__main__":
+    main()
