@@ -52,7 +52,9 @@ class Sm90Backend:
         if find_spec("cutlass") is None:
             reasons.append(Reason("CuTe DSL (nvidia-cutlass-dsl) is not installed", 'pip install "megamoe-core[sm90]"'))
         if device is not None and device.type != "cuda":
-            reasons.append(Reason(f"the device is {device}, these kernels need a GPU", "move the weights to the GPU, or backend='reference'"))
+            reasons.append(
+                Reason(f"the device is {device}, these kernels need a GPU", "move the weights to the GPU, or backend='reference'")
+            )
         elif not torch.cuda.is_available():
             build = "has no CUDA support" if torch.version.cuda is None else "sees no GPU"
             reasons.append(Reason(f"torch {torch.__version__} {build}", "install a CUDA build of torch; megamoe doctor"))
