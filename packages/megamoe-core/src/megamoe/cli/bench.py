@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="size of the session (default: the largest token count)")
     parser.add_argument("--measure-roof", action="store_true", help="measure this GPU's limits instead of taking an H200's")
     parser.add_argument("--output", type=Path, help="result file to write (JSON)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks, a process each; shapes are those of one (default: 1)")
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     plot = actions.add_parser("plot", help="draw a result file as SVG")
     plot.add_argument("results", type=Path)
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         out.table(("shape", "experts", "top-k", "hidden", "intermediate"), [_shape_row(s) for s in workloads.SHAPES.values()])
         out.document("bench", {"shapes": list(workloads.SHAPES.values())})
         return codes.OK
+    if args.ranks != 1:
+        return _several(out, args)
     require_gpu("bench")
     from megamoe.bench import points, roof
     from megamoe.select import choose
@@ -94,6 +97,37 @@ def run(args: argparse.Namespace) -> int:
                 results.save(args.output, environment, measured)
     _report(out, measured)
     out.document("bench", {"environment": environment, "points": measured, "summary": _summary(measured)})
+    return codes.OK
+
+
+def _several(out: Output, args: argparse.Namespace) -> int:
+    """Time the layer over several ranks: the slowest one counts."""
+    from megamoe.bench import ranks, workloads
+
+    shapes = [workloads.shape(name) for name in args.shapes or workloads.DEFAULT_SHAPES]
+    cases = [(shape, format, tokens) for format in args.formats for shape in shapes for tokens in args.tokens or workloads.TOKENS]
+    measured = []
+    with out.progress("measuring", total=len(cases)) as step:
+        for shape, format, tokens in cases:
+            point = ranks.measure(
+                *(shape, format, tokens, args.routing),
+                backend=args.backend,
+                ranks=args.ranks,
+                launches=args.launches,
+                repeats=args.repeats,
+            )
+            measured.append(point)
+            step()
+    columns = ("shape", "format", "tokens a rank", "us", "spread %", "fastest us", "wire MiB", "imbalance", "rel-L2")
+    rows = [
+        (
+            *(p.shape, p.format, p.tokens, round(1000 * p.ms, 1), round(100 * p.spread, 1), round(1000 * p.fastest_ms, 1)),
+            *(round(p.wire_bytes / 2**20, 2), round(p.imbalance, 2), p.rel_l2),
+        )
+        for p in measured
+    ]
+    out.table(columns, rows, title=f"microseconds per launch of the slowest of {args.ranks} ranks")
+    out.document("bench", {"ranks": args.ranks, "points": measured})
     return codes.OK
 
 

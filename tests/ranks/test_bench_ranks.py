@@ -1,0 +1,53 @@
+"""Benchmarks over several ranks, with the reference on the CPU."""
+
+import json
+
+import pytest
+import torch
+
+from megamoe import InvalidInput, MoEProblem, Placement
+from megamoe.bench import ranks, workloads
+from megamoe.cli import main
+from megamoe.errors import MegaMoEError
+
+SMALL = workloads.Shape("small", 4, 2, 256, 128)
+
+
+def test_traffic_counts_a_token_once_a_rank_and_every_result():
+    problem = MoEProblem(4, 3, 256, 128, 8, "fp8_block128", placement=Placement(((0, 1), (2,), (3,))))
+    ids = torch.tensor([[0, 1, 2], [2, 2, 3], [-1, -1, 3], [0, 0, 1]])
+    wire, sent = ranks.traffic(problem, ids, 3, 0)
+    # From rank 0: token 0 to rank 1, token 1 to ranks 1 and 2, token 2 to rank 2; routes to others: 1 + 3 + 1.
+    assert sent == (5, 3, 2)
+    assert wire == 4 * (256 + 4 * 2) + 5 * 512
+    bf16 = MoEProblem(4, 3, 256, 128, 8, "bf16", placement=problem.placement)
+    assert ranks.traffic(bf16, ids, 3, 1)[0] == (2 + 2) * 512 + (5 + 2) * 512
+
+
+def test_the_slowest_rank_counts_and_every_rank_is_checked():
+    point = ranks.measure(SMALL, "bf16", 3, "random", backend="reference", ranks=2, launches=1, repeats=1)
+    assert (point.ranks, point.tokens, point.backend) == (2, 3, "reference")
+    assert point.ms >= point.fastest_ms > 0
+    assert 0 < point.rel_l2 < 0.01
+    assert 1 <= point.imbalance <= 2
+    assert point.wire_bytes > 0
+
+
+def test_what_cannot_be_measured_is_said_before_anything_starts():
+    with pytest.raises(InvalidInput, match="2 or more"):
+        ranks.measure(SMALL, "bf16", 1, "random", backend="reference", ranks=1)
+    with pytest.raises(InvalidInput, match="fp7"):
+        ranks.measure(SMALL, "fp7", 1, "random", backend="reference", ranks=2)
+    with pytest.raises(MegaMoEError, match=r"2 of 2 ranks failed(.|\n)*routing='sideways'"):
+        ranks.measure(SMALL, "bf16", 1, "sideways", backend="reference", ranks=2)
+
+
+def test_the_command_prints_and_writes_the_slowest_rank(monkeypatch, capsys):
+    monkeypatch.setitem(workloads.SHAPES, "small", SMALL)
+    words = ["bench", "--ranks", "2", "--backend", "reference", "--shapes", "small", "--tokens", "3", "--formats", "bf16,fp8_block128"]
+    assert main([*words, "--launches", "1", "--repeats", "1", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ranks"] == 2
+    assert [point["format"] for point in document["points"]] == ["bf16", "fp8_block128"]
+    assert all(point["ms"] >= point["fastest_ms"] for point in document["points"])
+    assert main([*words[:1], "--ranks", "0", "--json"]) == 2
