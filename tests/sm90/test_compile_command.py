@@ -40,9 +40,24 @@ def test_filled_once_then_found(capsys, cache, jobs):
     assert document(capsys, "cache")[1]["entries"] == []
 
 
+def test_a_target_names_its_backend(capsys):
+    code, found = document(capsys, "compile", "--arch", "sm_90a", *SHAPE, "--jobs", "1")
+    assert code == 0
+    assert {k["kernel"] for k in found["kernels"]} == {"sm90-swap-8"}
+
+
+def test_a_cache_that_cannot_be_written_is_a_failure_and_nothing_is_compiled(capsys, cache, monkeypatch):
+    (cache / "file").write_text("")
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(cache / "file" / "cache"))
+    assert main(["compile", "--backend", "sm90", *SHAPE]) == 1
+    assert "cannot be written. Fix: export MEGAMOE_CACHE_DIR=" in capsys.readouterr().err
+
+
 def test_what_cannot_be_compiled_is_said(capsys):
     assert main(["compile", "--backend", "reference", *SHAPE]) == 3
     assert "has no kernels to compile" in capsys.readouterr().err
+    assert main(["compile", "--arch", "sm_70", *SHAPE]) == 3
+    assert "No installed backend is made for sm_70" in capsys.readouterr().err
     assert main(["compile", "--backend", "sm90", "--arch", "sm_100a", *SHAPE]) == 2
     assert "sm_90a" in capsys.readouterr().err
     assert main(["compile", "--backend", "sm90", *SHAPE, "--format", "mxfp8"]) == 3

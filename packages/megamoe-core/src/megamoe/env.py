@@ -69,6 +69,13 @@ def cache_dir() -> Path:
     return Path(value).expanduser() if value else Path.home() / ".cache" / "megamoe"
 
 
+def cache_writable() -> bool:
+    """Whether the cache folder is there and can be written, or can be made."""
+    folder = cache_dir()
+    nearest = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
 def visible_devices() -> str | None:
     """``CUDA_VISIBLE_DEVICES`` as it stands, ``None`` when unset. Blank is not unset: it hides every GPU."""
     return os.environ.get(VISIBLE_DEVICES.name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from megamoe import nvml
+import re
+
+from megamoe import catalog, nvml
+from megamoe.catalog import Record
 from megamoe.errors import BackendUnavailable, InvalidInput
 
 
@@ -15,6 +18,25 @@ def check_ranks(ranks: int) -> int:
     if ranks < 1:
         raise InvalidInput(f"--ranks {ranks}; allowed: 1 or more.", hint="--ranks 2")
     return ranks
+
+
+def for_arch(arch: str) -> Record | None:
+    """The backend that is made for an architecture: exactly before its family; ``None`` when none is.
+
+    Raises:
+        InvalidInput: ``arch`` names no architecture.
+    """
+    digits = re.fullmatch(r"sm_?(\d+)(\d)[af]?", arch)
+    if digits is None:
+        raise InvalidInput(
+            f"arch={arch!r} is not an architecture; allowed: for example sm_90a, sm_100a, sm_120a.", hint="pass --arch sm_90a"
+        )
+    capability = int(digits[1]), int(digits[2])
+    for how in ("exact", "family"):
+        for record in catalog.backends():
+            if record.spec is not None and catalog.match(record.spec, capability) == how:
+                return record
+    return None
 
 
 def require_gpu(command: str) -> None:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from megamoe import env, select
 from megamoe.cli import codes
+from megamoe.cli._arguments import for_arch
 from megamoe.cli._problem import add_knob_argument, add_problem_arguments, knobs_of, problem_of
 from megamoe.cli.output import Output
-from megamoe.errors import BackendUnavailable
+from megamoe.errors import BackendUnavailable, MegaMoEError
 
 if TYPE_CHECKING:
     from megamoe.compile import KernelRequest
@@ -44,7 +45,9 @@ class Job:
 
         backend = select.load_backend(self.backend)
         if not isinstance(backend, Precompiles):
-            raise BackendUnavailable(f"Backend {self.backend!r} has no kernels to compile.", hint="name one that has: --backend sm90")
+            raise BackendUnavailable(
+                f"Backend {self.backend!r} has no kernels to compile.", hint="name one that has, or its target: --arch sm_90a"
+            )
         return backend.kernels(backend.plan(self.problem, knobs=self.knobs), self.arch)
 
 
@@ -75,7 +78,7 @@ class Compiled:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The problem, the backend and how many processes compile."""
     add_problem_arguments(parser, model="dsv3", max_tokens=4096)
-    parser.add_argument("--backend", metavar="NAME", help="whose kernels (default: the backend for this machine's GPU)")
+    parser.add_argument("--backend", metavar="NAME", help="whose kernels (default: those for --arch, else for this machine's GPU)")
     parser.add_argument("--arch", metavar="ARCH", help=f"target, for example sm_90a (default: {env.ARCH.name}, else the backend's own)")
     parser.add_argument(
         "--jobs", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes (default: one a core, 8 at most)"
@@ -86,7 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile; prints one line a kernel."""
     out = Output.of(args)
-    job = Job(args.backend or select.choose().name, problem_of(args), knobs_of(args), args.arch or env.compile_arch())
+    arch = args.arch or env.compile_arch()
+    job = Job(args.backend or _backend(arch), problem_of(args), knobs_of(args), arch)
+    if not env.cache_writable():
+        raise MegaMoEError(
+            f"The cache folder {env.cache_dir()} cannot be written.", hint=f"export {env.CACHE_DIR.name}=<a folder you can write>"
+        )
     total = len(job.requests())
     done: list[Compiled] = []
     with out.progress("compiling", total=total) as step:
@@ -100,6 +108,16 @@ def run(args: argparse.Namespace) -> int:
     out.table(("kernel", "state", "seconds", "registers", "stack bytes", "bytes", "digest"), rows)
     out.document("compile", {"cache": env.cache_dir(), "kernels": done})
     return codes.OK
+
+
+def _backend(arch: str | None) -> str:
+    """The backend for the target that is named, else for this machine's GPU."""
+    if arch is None:
+        return select.choose().name
+    record = for_arch(arch)
+    if record is None:
+        raise BackendUnavailable(f"No installed backend is made for {arch}.", hint="megamoe backends lists what each is made for")
+    return record.name
 
 
 def _compile(job: Job, total: int, jobs: int) -> Iterator[Compiled]:

@@ -6,17 +6,16 @@ for another GPU's.
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from megamoe import catalog, env, select
 from megamoe.catalog import Record
 from megamoe.cli import codes
-from megamoe.cli._arguments import check_ranks
+from megamoe.cli._arguments import check_ranks, for_arch
 from megamoe.cli._problem import activation_text, add_knob_argument, add_problem_arguments, knobs_of, problem_of
 from megamoe.cli.output import Output
-from megamoe.errors import InvalidInput, MegaMoEError
+from megamoe.errors import MegaMoEError
 
 if TYPE_CHECKING:
     from megamoe.problem import MoEProblem
@@ -76,7 +75,8 @@ def _choice(name: str | None, arch: str | None) -> tuple[str | None, str]:
             select.choose(name)  # raises, with the command that installs it
         return name, "named by --backend"
     if arch is not None:
-        return _for_arch(arch)
+        made = for_arch(arch)
+        return (made.name, f"made for {arch}") if made else (None, f"no installed backend is made for {arch}")
     wish = env.requested_backend()
     try:
         record = select.choose()
@@ -86,20 +86,6 @@ def _choice(name: str | None, arch: str | None) -> tuple[str | None, str]:
         return record.name, f"named by {env.BACKEND.name}"
     assert record.spec is not None
     return record.name, "made for the visible GPU" if record.spec.archs else "no GPU is visible"
-
-
-def _for_arch(arch: str) -> tuple[str | None, str]:
-    digits = re.fullmatch(r"sm_?(\d+)(\d)[af]?", arch)
-    if digits is None:
-        raise InvalidInput(
-            f"arch={arch!r} is not an architecture; allowed: for example sm_90a, sm_100a, sm_120a.", hint="pass --arch sm_90a"
-        )
-    capability = int(digits[1]), int(digits[2])
-    for how in ("exact", "family"):
-        for record in catalog.backends():
-            if record.spec is not None and catalog.match(record.spec, capability) == how:
-                return record.name, f"made for {arch}"
-    return None, f"no installed backend is made for {arch}"
 
 
 def _ask(record: Record, problem: MoEProblem, ranks: int, chosen: str | None, knobs: dict[str, object] | None) -> Candidate:

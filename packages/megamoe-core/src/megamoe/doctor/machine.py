@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from megamoe import env, select
@@ -56,11 +55,13 @@ def names_in_settings(records: Sequence[Record]) -> list[Finding]:
 
 def cache_folder() -> list[Finding]:
     """A cache folder that cannot be written: every start would compile anew."""
-    folder = env.cache_dir()
-    nearest = next((place for place in (folder, *folder.parents) if place.exists()), folder)
-    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+    if env.cache_writable():
         return []
-    return [Finding("warning", f"The cache folder {folder} cannot be written.", f"export {env.CACHE_DIR.name}=<a folder you can write>")]
+    return [
+        Finding(
+            "warning", f"The cache folder {env.cache_dir()} cannot be written.", f"export {env.CACHE_DIR.name}=<a folder you can write>"
+        )
+    ]
 
 
 def backends(records: Sequence[Record]) -> list[Finding]:
