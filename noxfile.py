@@ -162,6 +162,7 @@ def coexist(session: nox.Session) -> None:
     session.install(*CONSTRAINTS, *PYTEST, f"{_dist(session, 'megamoe-core')}[all]", "--find-links", str(DIST))
     _pytest(session, *_tests("packaging/test_coexist.py"), environment="coexist")
     session.run("megamoe", "backends")
+    session.run("megamoe", "demo")
 
 
 @nox.session(requires=["build"])
