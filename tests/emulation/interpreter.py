@@ -7,6 +7,7 @@ sequentially consistent: this shows what a rewritten kernel computes, not that i
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import shutil
 import struct
@@ -28,7 +29,8 @@ FUNCTIONS = (
 )
 """In the order of their numbers in ``host/machine.cpp``."""
 SHARED_BEGIN = 1024
-MOST_STEPS = 20_000
+MOST_CTAS = 4
+MOST_STEPS = 3_000
 
 
 class NotInterpreted(Exception):
@@ -85,7 +87,7 @@ class Kernel:
         self.machine, self.block, self.shared, self.ctas = machine, block, shared, ctas
         self.module = parse(text)
         self.function = next(f for f in self.module.functions() if f.kernel)
-        self.start, self.values, self.grid = self.function.start, values, [1 << 30, 1, 1]
+        self.start, self.values, self.grid, self.cluster = self.function.start, values, (1, 1, 1), (ctas, 1, 1)
         self.statements = self.module.statements
         self.arrays = set(re.findall(r"(\w+)\[\d+\]", self.statements[self.function.header].text))
         shared = [s.text for s in self.statements if s.kind is Kind.DECLARATION and ".shared" in s.text]
@@ -125,10 +127,12 @@ class Kernel:
         raise NotInterpreted(f"operand {operand}")
 
     def special(self, t, name):
-        cta = self.ctaid + t.rank
-        known = {"%tid.x": t.tid, "%laneid": t.tid % 32, "%cluster_ctarank": t.rank, "%ctaid.x": cta % self.grid[0]}
-        known |= {"%ctaid.y": cta // self.grid[0] % self.grid[1], "%ctaid.z": cta // self.grid[0] // self.grid[1]}
+        known = {"%tid.x": t.tid, "%laneid": t.tid % 32, "%cluster_ctarank": t.rank, "%cluster_nctarank": self.ctas, "%warpid": t.tid // 32}
+        known |= {f"%ctaid.{axis}": at for axis, at in zip("xyz", self.places[t.rank], strict=True)}
         known |= {f"%nctaid.{axis}": count for axis, count in zip("xyz", self.grid, strict=True)}
+        for axis, size, at in zip("xyz", self.cluster, self.places[t.rank], strict=True):
+            known |= {f"%cluster_ctaid.{axis}": at % size, f"%cluster_nctaid.{axis}": size, f"%clusterid.{axis}": at // size}
+            known[f"%nclusterid.{axis}"] = known[f"%nctaid.{axis}"] // size
         return known.get(name, 0)  # a register that was never written on this path: its value does not matter
 
     def write(self, t, operand, value, kind):
@@ -140,16 +144,15 @@ class Kernel:
         base, offset = address(operand)
         where = self.value(t, base, "b64") + offset
         if space == "shared":
-            where &= 0xFFFFFFFF
-            if where < 1 << 24:
-                where |= t.rank << 24
-            return self.machine.machine_shared(ctypes.c_uint32(where))
+            return self.machine.machine_shared(ctypes.c_uint32(where & 0xFFFFFFFF))  # the address has its CTA's rank
         return where
 
     # ---- running ----
 
-    def run(self, ctaid):
-        self.ctaid = ctaid
+    def run(self, first):
+        """Run the cluster whose first CTA has this place in the grid."""
+        x, y, z = self.cluster
+        self.places = [(first[0] + i, first[1] + j, first[2] + k) for k in range(z) for j in range(y) for i in range(x)]
         threads = [Thread(i, self) for i in range(self.block * self.ctas)]
         finished, done = (ctypes.c_int * len(threads))(), 0
         alive = set(range(len(threads)))
@@ -166,7 +169,11 @@ class Kernel:
             done = self.machine.machine_step(finished)
             for k in range(done):
                 threads[finished[k]].waiting = None
-        raise AssertionError("the interpreted kernel does not end")
+        places = {}
+        for i in alive:
+            place = f"{threads[i].waiting} at line {self.statements[threads[i].at - 1].line}: {self.statements[threads[i].at - 1].text}"
+            places.setdefault(place, []).append(i)
+        raise AssertionError(f"the interpreted kernel does not end: {places}")
 
     def meet(self, threads, stuck):
         """Let those go on whose barrier is complete (a warp, a CTA or the cluster waits at it), and those that poll."""
@@ -351,6 +358,9 @@ class Kernel:
         if parts[2] == "wait":
             t.waiting = "cluster"
 
+    def do_mapa(self, t, parts, o):
+        t.registers[o[0]] = self.value(t, o[1]) & 0xFFFFFF | self.value(t, o[2]) << 24
+
     def do_fence(self, t, parts, o):
         pass
 
@@ -362,7 +372,7 @@ class Kernel:
     def do_mbarrier(self, t, parts, o):
         def at(operand):
             base, offset = address(operand)
-            return ctypes.c_uint32(self.value(t, base) + offset | t.rank << 24)
+            return ctypes.c_uint32(self.value(t, base) + offset)
 
         if parts[1] == "arrive" and "expect_tx" not in parts:
             self.machine.barrier_arrive(at(o[1]))
@@ -386,7 +396,7 @@ class Kernel:
         elif re.match(r"cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\.tile\.mbarrier", name) and "multicast" not in name:
             bytes_ = self.tensor_box(t, o[1], o[0], load=True)
             base, offset = address(o[2])
-            self.machine.barrier_complete(ctypes.c_uint32(self.value(t, base) + offset | t.rank << 24), bytes_)
+            self.machine.barrier_complete(ctypes.c_uint32(self.value(t, base) + offset), bytes_)
         elif re.match(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta", name):
             self.tensor_box(t, o[0], o[1], load=False)
         elif parts[3] not in ("commit_group", "wait_group"):
@@ -415,7 +425,7 @@ class Kernel:
             for chunk in range(0, row, 16):
                 at = place + index * row + chunk
                 at ^= (at >> 3) & {0: 0, 1: 0x10, 2: 0x30, 3: 0x70}[swizzle]
-                memory = self.machine.machine_shared(ctypes.c_uint32(at | t.rank << 24))
+                memory = self.machine.machine_shared(ctypes.c_uint32(at))
                 first = corner[0] + chunk // size
                 valid = min(max(extents[0] - first, 0), 16 // size) * size if inside and first >= 0 else 0
                 if load:
@@ -456,7 +466,7 @@ def run(machine, ptx, *arguments, grid=1, block=128, shared=0, options=None):
     fault = None
     for first in range(0, grid, 2 if clustered else 1):
         machine.machine_start(2 if clustered else 1, block, shared, options.seed or 0)
-        Kernel(machine, rewritten.text, values, block, shared, 2 if clustered else 1).run(first)
+        Kernel(machine, rewritten.text, values, block, shared, 2 if clustered else 1).run((first, 0, 0))
         record = ctypes.create_string_buffer(RECORD.size)
         machine.machine_fault(record)
         fault = fault or read_fault(record.raw, rewritten)
@@ -474,8 +484,8 @@ def tensor(array):
 assert struct.calcsize("P") == 8, "addresses of the machine are 64 bits"
 
 
-def launch(machine, rewritten, pointers, grid, block, shared, seed=0):
-    """A launch as host code makes it: `pointers` to the kernel's parameters; CTAs run one after the other, or in pairs when they form clusters."""
+def launch(machine, rewritten, pointers, grid, block, shared, cluster=(1, 1, 1)):
+    """A launch as host code makes it, `pointers` to the kernel's parameters. Clusters of up to four CTAs run one after the other."""
     header = rewritten.text[: rewritten.text.index("{\n")]
     values = {}
     declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) (\w+)(?:\[(\d+)\])?", header)
@@ -484,11 +494,13 @@ def launch(machine, rewritten, pointers, grid, block, shared, seed=0):
             values[name] = pointers[index]
         else:
             values[name] = int.from_bytes(ctypes.string_at(pointers[index], int(kind[1:]) // 8), "little")
-    ctas = grid[0] * grid[1] * grid[2]
-    for first in range(ctas):
-        machine.machine_start(1, block, shared, seed)
-        kernel = Kernel(machine, rewritten.text, values, block, shared, 1)
-        kernel.grid = grid
+    ctas = int(np.prod(cluster))
+    if ctas > MOST_CTAS:
+        raise NotInterpreted(f"a cluster of {ctas} CTAs")
+    for first in itertools.product(*(range(0, extent, size) for extent, size in zip(grid, cluster, strict=True))):
+        machine.machine_start(ctas, block, shared, 0)
+        kernel = Kernel(machine, rewritten.text, values, block, shared, ctas)
+        kernel.grid, kernel.cluster = grid, cluster
         kernel.run(first)
         record = ctypes.create_string_buffer(RECORD.size)
         machine.machine_fault(record)

@@ -17,9 +17,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from tests.emulation import interpreter  # noqa: E402
+
 from megamoe import emulation  # noqa: E402
 from megamoe.emulation import load  # noqa: E402
-from tests.emulation import interpreter  # noqa: E402
+
+CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
 
 
 class NoStream:
@@ -34,7 +37,7 @@ def stay_on_the_host():
     def hostly(function):
         def call(*args, **kwargs):
             kwargs.pop("device", None)
-            return function(*(a for a in args if not isinstance(a, torch.device) and a != "cuda" or isinstance(a, torch.Tensor)), **kwargs)
+            return function(*(a for a in args if isinstance(a, torch.Tensor) or not (isinstance(a, torch.device) or a == "cuda")), **kwargs)
 
         return call
 
@@ -79,10 +82,11 @@ class Launches:
 
         def constructed(function, *args, **kwargs):
             construct(function, *args, **kwargs)
-            self.modules[id(function)] = self.running = self.emulated.modules[-1]  # some are called as soon as they are compiled
+            if function.has_gpu_module:  # some are called as soon as they are compiled
+                self.modules[id(function)] = self.running = self.emulated.modules[-1]
 
         def called(function, *args, **kwargs):
-            self.running = self.modules[id(function)]
+            self.running = self.modules.get(id(function))
             return call(function, *args, **kwargs)
 
         Function.__init__, Function.__call__ = constructed, called
@@ -97,12 +101,16 @@ class Launches:
         grid, block = (list((ctypes.c_uint32 * 3).from_address(configuration + at)) for at in (0, 12))
         shared = ctypes.c_uint64.from_address(configuration + 24).value
         pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
+        cluster = (1, 1, 1)
+        attributes = ctypes.c_uint64.from_address(configuration + 40).value
+        for index in range(ctypes.c_uint32.from_address(configuration + 48).value):
+            at = attributes + 72 * index
+            if ctypes.c_uint32.from_address(at).value == CLUSTER_DIMENSION:
+                cluster = tuple((ctypes.c_uint32 * 3).from_address(at + 8))
         try:
-            interpreter.launch(self.machine, self.running, pointers, grid, block[0], shared)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
+            interpreter.launch(self.machine, self.running, pointers, grid, block[0], shared, cluster)
+        except Exception as error:  # noqa: BLE001 cannot pass through the host code
+            print(f"{type(error).__name__}: {error}", flush=True)
             return 1
         self.count += 1
         return 0

@@ -1,7 +1,7 @@
 // The machine below the emulation's device functions, on the host: threads are fibers of one process, a warp's meetings are explicit.
 //
 // Fibers switch where threads may wait for each other and nowhere else, so memory is sequentially consistent: this shows what the functions
-// compute, not that their fences suffice. Clusters have up to two CTAs of up to 256 threads.
+// compute, not that their fences suffice. Clusters have up to four CTAs of up to 256 threads.
 #pragma once
 #include <math.h>
 #include <ucontext.h>
@@ -21,7 +21,7 @@ struct float2 { float x, y; };
 static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 
-enum { MOST_CTAS = 2, MOST_THREADS = 256, SHARED = 256 * 1024, STACK = 256 * 1024 };
+enum { MOST_CTAS = 4, MOST_THREADS = 256, SHARED = 256 * 1024, STACK = 256 * 1024 };
 
 struct Fiber {
   ucontext_t context;
@@ -36,7 +36,7 @@ struct Barrier { int count, pending; long long bytes; int phase; };
 
 struct Warp {
   u32 arrived = 0;
-  u64 meeting = 0;
+  u64 met[32] = {};  // how many meetings each lane has had
   u64 shown[32];
   float operands[32][12];
 };
@@ -92,10 +92,13 @@ static inline void complete_bytes(u32 barrier, u32 bytes) { Barrier &b = machine
 
 static inline void __syncwarp(u32 mask = 0xffffffff) {
   Warp &w = warp();
-  u64 meeting = w.meeting;
+  u64 met = w.met[lane()];
   w.arrived |= 1u << lane();
-  if ((w.arrived & mask) == mask) { w.arrived &= ~mask; w.meeting++; return; }
-  while (w.meeting == meeting) yield_fiber();
+  if ((w.arrived & mask) == mask) {
+    w.arrived &= ~mask;
+    for (u32 i = 0; i < 32; i++) w.met[i] += mask >> i & 1;
+  }
+  while (w.met[lane()] == met) yield_fiber();
 }
 template <class T> static inline T __shfl_sync(u32 mask, T value, u32 source) {
   Warp &w = warp();
