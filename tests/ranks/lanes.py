@@ -1,8 +1,12 @@
 """Runs device code of megamoe on the CPU: every lane of every warp is a thread, one runs at a time, and who is next is drawn at random.
 
 The modules of ``megamoe.device`` are loaded a second time over stand-ins for CuTe DSL: 32- and 64-bit words that wrap, warp collectives,
-barriers, and the PTX instructions that the wrappers of ``memory.py`` and ``peers.py`` name. Memory is sequentially consistent: this finds
-wrong logic, lanes that do not meet, and waits without an end; the order of weak memory is the business of ``exchange_model.py``.
+barriers, and the PTX instructions that the wrappers of ``memory.py`` and ``peers.py`` name.
+
+Memory is weak: what a lane stores is seen by its own block; by the other blocks of its GPU after a release at gpu scope or a fence in its
+block, by other GPUs after a fence at system scope on its GPU, and besides now and then by chance. Words that are stored as relaxed or
+atomic are seen by all at once. So a missing release or fence shows as an old value. Loads always see the newest that they may see: missing
+acquires do not show here.
 """
 
 import importlib
@@ -140,6 +144,7 @@ class Machine:
         self.current, self.over, self.error, self.steps = None, False, None, 0
         self.done = threading.Semaphore(0)
         self.bulk_loads = []
+        self.in_block, self.in_gpu = {}, {}  # what others do not see yet: block or GPU -> {address: 4 bytes}
 
     def allocate(self, nbytes, zero=False):
         at, self.top = self.top, self.top + -(-nbytes // 256) * 256
@@ -147,6 +152,56 @@ class Machine:
         if zero:
             self.memory[at : self.top] = bytes(self.top - at)
         return at
+
+    def load(self, address, nbytes):
+        """What the current lane sees."""
+        block, gpu = self.in_block.get(self.current.cta), self.in_gpu.get(self.current.place)
+        if not block and not gpu:
+            return bytes(self.memory[address : address + nbytes])
+        found = bytearray(self.memory[address : address + nbytes])
+        for at in range(address, address + nbytes, 4):
+            for hidden in (gpu, block):
+                if hidden and at in hidden:
+                    found[at - address : at - address + 4] = hidden[at]
+        return bytes(found)
+
+    def store(self, address, data):
+        """A plain store of the current lane."""
+        assert address % 4 == 0
+        assert len(data) % 4 == 0
+        if self.rng.random() < 0.02:
+            self.write(address, data)
+            return
+        hidden = self.in_block.setdefault(self.current.cta, {})
+        for i in range(0, len(data), 4):
+            hidden[address + i] = bytes(data[i : i + 4])
+
+    def write(self, address, data):
+        """A store that all see at once."""
+        for hidden in (self.in_block.get(self.current.cta), self.in_gpu.get(self.current.place)):
+            for at in range(address, address + len(data), 4):
+                if hidden:
+                    hidden.pop(at, None)
+        self.memory[address : address + len(data)] = data
+
+    def release(self, *, to_all):
+        """Show what the current lane's block has stored to its GPU, or to all with everything else that this GPU knows."""
+        block, gpu = self.in_block.pop(self.current.cta, {}), self.in_gpu.setdefault(self.current.place, {})
+        gpu.update(block)
+        if to_all:
+            self._show(gpu)
+
+    def launch_ended(self, place, blocks):
+        """The end of a launch releases everything."""
+        gpu = self.in_gpu.setdefault(place, {})
+        for block in blocks:
+            gpu.update(self.in_block.pop(block, {}))
+        self._show(gpu)
+
+    def _show(self, hidden):
+        for at, data in hidden.items():
+            self.memory[at : at + 4] = data
+        hidden.clear()
 
     def start(self, lanes):
         for lane in lanes:
@@ -297,17 +352,19 @@ def inline_ptx(text, write_only_types=(), read_only_args=(), predicate=None):
     name = text.split()[0]
     if any(part in name for part in ("acquire", "relaxed", "release", "acq_rel", "nanosleep", "fence")):
         m.pause()
+    if "release" in name or "acq_rel" in name:
+        m.release(to_all=".sys" in name)
     if name.startswith(("fence", "nanosleep")):
         return None
     if name.startswith("cp.async.bulk.shared"):
         shared, address, size, which = args
-        m.current.cta.shared[shared : shared + size] = m.memory[address : address + size]
+        m.current.cta.shared[shared : shared + size] = m.load(address, size)
         m.bulk_loads.append((m.current.place, address, size))
         which.add(-size, arrived=False)
         return None
     if name.startswith("cp.async.bulk.global"):
         address, shared, size = args
-        m.memory[address : address + size] = m.current.cta.shared[shared : shared + size]
+        m.store(address, m.current.cta.shared[shared : shared + size])
         return None
     if ".shared." in name:
         pointer, amount = args[0], args[1] if len(args) > 1 else 1
@@ -315,10 +372,9 @@ def inline_ptx(text, write_only_types=(), read_only_args=(), predicate=None):
         pointer.array[pointer.index] = int(Int32(old + amount))
         return Int32(old)
     size = 8 if ".b64" in name else 4
-    form = "<q" if size == 8 else "<i"
-    kind = Int64 if size == 8 else Int32
+    kind, form = (Int64, "q") if size == 8 else (Int32, "i")
     count = int(name.split(".v")[1][0]) if ".v" in name else 1
-    found = [struct.unpack_from(form, m.memory, args[0] + size * i)[0] for i in range(count)]
+    found = struct.unpack(f"<{count}{form}", m.load(args[0], size * count))
     if name.startswith("ld."):
         return kind(found[0]) if count == 1 else tuple(map(kind, found))
     if name.startswith("st."):
@@ -330,8 +386,11 @@ def inline_ptx(text, write_only_types=(), read_only_args=(), predicate=None):
     else:
         assert ".exch" in name, name
         values = [args[1]]
-    for i, value in enumerate(values):
-        struct.pack_into(form, m.memory, args[0] + size * i, int(kind(value)))
+    data = struct.pack(f"<{count}{form}", *[int(kind(value)) for value in values])
+    if name.startswith("st.global"):
+        m.store(args[0], data)
+    else:
+        m.write(args[0], data)
     return kind(found[0])
 
 
