@@ -155,3 +155,13 @@ def test_a_meeting_exchanges_words_by_rank_and_waits_for_the_last():
 def test_one_rank_needs_no_store():
     alone = Group(0, 1, (0,))
     assert Rendezvous(alone, SECONDS).meet("anything", "word") == ["word"]
+
+
+def test_meetings_leave_no_words_behind_but_the_last_ones():
+    store = HashStore()
+    meetings = [Rendezvous(Group(rank, 2, (0, 1), handle=None), SECONDS, store) for rank in range(2)]
+    meetings[1]._store = meetings[0]._store
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            list(pool.map(lambda meeting: meeting.meet("again", "word"), meetings))
+    assert store.num_keys() == 2

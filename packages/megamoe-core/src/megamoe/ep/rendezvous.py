@@ -35,7 +35,7 @@ class Rendezvous:
     """
 
     def __init__(self, group: Group, seconds: float, store: Store | None = None) -> None:
-        self._group, self._seconds, self._number = group, seconds, 0
+        self._group, self._seconds, self._number, self._left = group, seconds, 0, ""
         self._store: Store | None = None
         if group.size > 1:
             series = _opened[group.members]
@@ -67,6 +67,10 @@ class Rendezvous:
             self._store.set(keys[self._group.rank], "=" + word)
             missing = [rank for rank, key in enumerate(keys) if not self._arrived(key, end)]
             if not missing:
+                # Everybody has come here, and so has read the words of the meeting before.
+                if self._left:
+                    self._store.delete_key(self._left)
+                self._left = keys[self._group.rank]
                 return [self._store.get(key).decode()[1:] for key in keys]
         except (RuntimeError, ValueError) as error:
             host = self._group.members[0]
