@@ -14,10 +14,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from tests.emulation import interpreter  # noqa: E402
+from tests.emulation import interpreter, model_numbers  # noqa: E402
 
 from megamoe import emulation  # noqa: E402
 from megamoe.emulation import load  # noqa: E402
@@ -61,10 +63,36 @@ def stay_on_the_host():
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.cuda.is_available = lambda: True
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *args: NoStream()
+    torch._scaled_mm = scaled_product
     torch.cuda.synchronize = lambda *args: None
     torch.cuda.get_device_capability = lambda *args: (10, 0)
     driver.cuInit = lambda *args: (driver.CUresult.CUDA_SUCCESS,)
     driver.cuDeviceGetCount = lambda *args: (driver.CUresult.CUDA_SUCCESS, 1)
+
+
+def scaled_product(a, b, scale_a, scale_b, bias=None, out_dtype=None):
+    """What torch._scaled_mm does for NVFP4 and MXFP8 on a GPU, in float64: (M, K) by (K, N), a scale for 16 or 32 elements of K.
+
+    Four-bit elements are two to a byte; scales come in blocks of 128 rows by 4, of which row r is word r // 32 of line r % 32.
+    """
+    import torch
+
+    assert bias is None
+
+    def values(data, scales):
+        if data.element_size() == 1 and "float4" in str(data.dtype):
+            codes = data.contiguous().view(torch.uint8).numpy()
+            table = model_numbers.table("e2m1")
+            elements = np.stack([table[codes & 15], table[codes >> 4]], -1).reshape(len(codes), -1)
+        else:
+            elements = data.to(torch.float64).numpy()
+        size = 32 if scales.dtype == torch.float8_e8m0fnu else 16
+        blocks = -(-elements.shape[1] // (4 * size))
+        flat = scales.reshape(-1).to(torch.float32).to(torch.float64).numpy().reshape(-1, blocks, 32, 4, 4)
+        rows = flat.transpose(0, 3, 2, 1, 4).reshape(-1, blocks * 4)[: len(elements), : elements.shape[1] // size]
+        return elements * np.repeat(rows, size, 1)
+
+    return torch.from_numpy(values(a, scale_a) @ values(b.transpose(0, 1), scale_b).T).to(out_dtype)
 
 
 class Launches:
