@@ -1,8 +1,9 @@
-"""Runs one of CuTe DSL's public examples, as it is, on a machine without a GPU: its host code compiled by the DSL, its kernels interpreted.
+"""Runs one of CuTe DSL's public examples, as it is, emulated; its own comparison with torch judges the result.
 
-    python run_example.py ARCH SCRIPT [its arguments]
+    python run_example.py WHERE ARCH SCRIPT [its arguments]
 
-Tensors stay in host memory, so the example's own comparison with torch judges the result. Prints how many kernels were launched.
+WHERE is "gpu" (a Hopper GPU) or "host": without a GPU tensors stay in host memory, the host code is compiled by the DSL as ever, and kernels
+are interpreted. Prints how many modules were rewritten and how many launches interpreted.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def stay_on_the_host():
     torch.cuda.get_device_capability = lambda *args: (10, 0)
     driver.cuInit = lambda *args: (driver.CUresult.CUDA_SUCCESS,)
     driver.cuDeviceGetCount = lambda *args: (driver.CUresult.CUDA_SUCCESS, 1)
+    for name in ("cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuEventElapsedTime", "cuEventDestroy", "cuStreamSynchronize"):
+        setattr(driver, name, lambda *args: (driver.CUresult.CUDA_SUCCESS, 1.0))
 
 
 def scaled_product(a, b, scale_a, scale_b, bias=None, out_dtype=None):
@@ -98,11 +101,12 @@ def scaled_product(a, b, scale_a, scale_b, bias=None, out_dtype=None):
 class Launches:
     """Takes launches of the function that is being called, and interprets its kernel."""
 
-    def __init__(self, machine, emulated):
-        self.machine, self.emulated, self.count, self.running = machine, emulated, 0, None
+    def __init__(self, emulated):
+        self.emulated, self.count, self.running = emulated, 0, None
         self.modules = {}
 
     def hook(self):
+        self.machine = interpreter.build(Path(tempfile.mkdtemp()))
         from cutlass.base_dsl.dsl import BaseDSL
         from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
 
@@ -145,20 +149,21 @@ class Launches:
 
 
 def main():
-    arch, script, *arguments = sys.argv[1:]
+    where, arch, script, *arguments = sys.argv[1:]
     with emulation.emulate(arch) as emulated:
-        import cutlass.utils as utils
-        from cutlass.utils import hardware_info
+        launches = Launches(emulated)
+        if where == "host":
+            from cutlass.utils.hardware_info import HardwareInfo
 
-        stay_on_the_host()
-        hardware_info.HardwareInfo.get_max_active_clusters = utils.HardwareInfo.get_max_active_clusters = lambda *args, **kwargs: 1
-        hardware_info.HardwareInfo.__init__ = lambda *args: None
-        launches = Launches(interpreter.build(Path(tempfile.mkdtemp())), emulated)
-        launches.hook()
+            stay_on_the_host()
+            HardwareInfo.get_max_active_clusters = lambda *args, **kwargs: 1
+            HardwareInfo.__init__ = lambda *args: None
+            launches.hook()
         sys.argv = [script, *arguments]
         sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")
-        print(f"interpreted launches: {launches.count}")
+        emulated.check()
+        print(f"rewritten: {len(emulated.modules)}, interpreted: {launches.count}")
 
 
 if __name__ == "__main__":

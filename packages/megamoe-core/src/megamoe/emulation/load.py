@@ -170,8 +170,11 @@ def _prepare(arch: str) -> None:
 def _hook() -> None:
     from cutlass.base_dsl.dsl import BaseDSL
     from cutlass.cutlass_dsl import cuda_jit_executor
+    from cutlass.utils.hardware_info import HardwareInfo
 
     dsl: Any = BaseDSL
+    hardware: Any = HardwareInfo
+    hardware.get_max_active_clusters = lambda self, cluster_size, *args, **kwargs: _most_clusters(cluster_size)
     compiled_function: Any = cuda_jit_executor.CudaDialectJitCompiledFunction
     if getattr(compiled_function, "_megamoe_emulation", False):
         return
@@ -198,6 +201,18 @@ def _hook() -> None:
     callback = _LOAD(load)
     shim.megamoe_set_loader(callback)
     compiled_function._megamoe_loader = callback  # as long as the shim has its address
+
+
+def _most_clusters(cluster_size: int) -> int:
+    """How many clusters fit on the device, one CTA on each SM: the DSL asks the driver with a kernel for the emulated architecture."""
+    count = ctypes.c_int()
+    status = _runtime()._cudaDeviceGetAttribute(ctypes.byref(count), ctypes.c_int(_MULTIPROCESSORS), ctypes.c_int(0))
+    if status:
+        raise EmulationError(f"The device does not say how many multiprocessors it has (CUDA error {status}).", hint="megamoe doctor")
+    return max(1, count.value // cluster_size)
+
+
+_MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
 
 
 def _artifacts(function: Any) -> tuple[str, bytes]:
