@@ -18,7 +18,7 @@ from megamoe.tune import Tunable
 from megamoe_sm90 import SPEC
 from megamoe_sm90.backend import Sm90Backend
 from megamoe_sm90.shim.knobs import SPACE, ladder, variants_of
-from megamoe_sm90.shim.variants import Operands
+from megamoe_sm90.shim.variants import TICK, Operands
 
 BACKEND = Sm90Backend()
 PROBLEM = SHAPES["dsv3"].problem(4096, "fp8_block128")
@@ -151,6 +151,21 @@ def test_small_layers_stay_in_swap_order_longer(name):
     assert swap[-1] == {"dsv3": 2, "dsv4": 2, "qwen30b": 64, "qwen235b": 64}[name]
     assert [rung.tokens for rung in rungs] == sorted({rung.tokens for rung in rungs})
     assert rungs[-1].tokens == problem.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("seconds", "want"), [(1e-6, 1), (1.0, 953), (30.0, 28610), (2.2e6, 2_098_083_496), (1e7, 2**31 - 1), (1e300, 2**31 - 1)]
+)
+def test_every_order_waits_for_the_deadline_that_was_asked_for(seconds, want):
+    """In ticks of 2^20 ns that fit 32 bits: never 0, which would expire at once, and never past the sign bit."""
+    rungs = BACKEND.plan(PROBLEM).detail
+    found = {v.order: v.limits(seconds)[-1] for v in variants_of(PROBLEM, rungs, Operands())}
+    assert found == {"native": want, "swap": want * 2**20}  # swap order takes nanoseconds and shifts them itself
+
+
+def test_ticks_are_those_of_the_kernels():
+    deadline = pytest.importorskip("megamoe.device.deadline", reason="needs nvidia-cutlass-dsl")
+    assert deadline.TICK == TICK
 
 
 def test_several_ranks_are_refused():

@@ -16,7 +16,7 @@ from megamoe.ep.physical import PhysicalExperts
 from megamoe.problem import MoEProblem
 from megamoe_sm90._drop.ranks_config import RanksConfig
 from megamoe_sm90.shim.launch import Call, Launcher
-from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands, check_arch
+from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands, check_arch, ticks
 
 if TYPE_CHECKING:
     from megamoe.ep.heap import Heap
@@ -104,7 +104,7 @@ class RanksVariant:
 
     def limits(self, seconds: float) -> tuple[int, ...]:
         """Launch arguments between the live tokens and the stream: memory layout, grid and the deadline of waits in ticks of 2^20 ns."""
-        return self.config.bank_bytes, self.config.pool_rows, self.ctas, min(max(1, int(seconds * 1e9) >> 20), 2**31 - 1)
+        return self.config.bank_bytes, self.config.pool_rows, self.ctas, ticks(seconds)
 
 
 class RanksMemory:

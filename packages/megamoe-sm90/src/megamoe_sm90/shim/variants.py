@@ -30,6 +30,9 @@ _SWAP_MEMORY = ("xq", "xs", "partial", "mid", "mid_scale", "stage")
 NATIVE_TILES = TILES_M
 NATIVE_ROWS = ROWS
 SWAP_TILES = TOKEN_TILES
+TICK = 20
+"""Binary logarithm of the nanoseconds in a tick of megamoe.device.deadline, which planning cannot import: it needs the compiler."""
+
 _BLOCK_TILE = min(NATIVE_TILES)
 """Native kernels share one control block whatever their tile, so its counters are laid out for the smallest."""
 
@@ -165,11 +168,15 @@ class Variant:
     def limits(self, seconds: float) -> tuple[int, ...]:
         """Launch arguments between the live tokens and the stream: memory layout, grid and the deadline of waits."""
         if isinstance(self.config, SwapConfig):
-            return self.sms, int(seconds * 1e9)
+            return self.sms, ticks(seconds) << TICK  # in nanoseconds; the kernel counts in ticks too
         bank = regions.bank_bytes(regions.max_blocks(self.tokens, self.config.top_k, self.config.experts, _BLOCK_TILE))
         rows = regions.pool_rows(self.tokens, self.config.top_k, self.config.experts, self.tile)
-        # The kernel counts in ticks of 2^20 ns that fit 32 bits: 26 days at most.
-        return bank, rows, self.sms, min(max(1, int(seconds * 1e9) >> 20), 2**31 - 1)
+        return bank, rows, self.sms, ticks(seconds)
+
+
+def ticks(seconds: float) -> int:
+    """A deadline as kernels count it: in ticks of 2^20 ns that fit 32 bits, so 1 ms to 26 days."""
+    return max(1, int(min(seconds * 1e9 / 2**TICK, 2**31 - 1)))
 
 
 def check_arch(arch: str | None) -> None:
