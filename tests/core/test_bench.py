@@ -176,7 +176,7 @@ def test_figure_of_one_point_is_drawn():
     ElementTree.fromstring(plot.svg({}, [point("a", 1, 0.1)]))
 
 
-@pytest.mark.parametrize("arguments", [[], ["--measure-roof"], ["--backend", "reference"]])
+@pytest.mark.parametrize("arguments", [[], ["--measure-roof"], ["--backend", "reference"], ["--ranks", "2"]])
 def test_measuring_needs_a_gpu(capsys, monkeypatch, arguments):
     monkeypatch.setattr(nvml, "gpus", lambda refresh=False: nvml.Gpus(problem="no NVIDIA driver in this test"))
     assert main(["bench", *arguments]) == 3

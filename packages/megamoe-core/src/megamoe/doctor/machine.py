@@ -46,7 +46,7 @@ def names_in_settings(records: Sequence[Record]) -> list[Finding]:
     findings = []
     wish = env.requested_backend()
     if wish not in (None, select.AUTO, *known):
-        text = f"{env.BACKEND.name}={wish} names a backend that is not installed; there are {', '.join(sorted(known))}."
+        text = f"{env.BACKEND.name}={wish} names a backend that is not installed; there are {', '.join(record.name for record in records)}."
         findings.append(Finding("error", text, f"unset {env.BACKEND.name}"))
     for name in sorted(env.disabled_backends() - known):
         findings.append(Finding("note", f"{env.DISABLE.name} lists {name}, which is not installed."))
