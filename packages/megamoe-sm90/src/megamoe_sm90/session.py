@@ -28,7 +28,8 @@ class Sm90Session:
     Calls may come from any stream; each is ordered behind the previous one. With ``out`` given and arguments that are contiguous and
     16-byte aligned, a call neither allocates nor synchronizes nor reads the environment; other arguments are copied first. It can be
     captured in a CUDA graph: the kernel is chosen by the rows of ``x`` at capture, and rows whose ids are all -1 cost no more than their
-    zeros. Quantized activations have kernels of their own, compiled or loaded by the first call that brings some: make it before capturing.
+    zeros. Replays are not calls: order them behind calls and replays on other streams yourself. Quantized activations have kernels of their
+    own, compiled or loaded by the first call that brings some; it is refused while a stream is captured.
 
     A kernel that passed a deadline and ids out of range are reported by the next call after the launch has finished on the device, graph
     replays included. After :class:`PeerTimeout` the session refuses work until :meth:`reset`.
@@ -129,10 +130,12 @@ class Sm90Session:
         self, tokens: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         stream = torch.cuda.current_stream(self._device)
-        if stream != self._stream:
-            if not torch.cuda.is_current_stream_capturing():
-                stream.wait_stream(self._stream)
-                self._workspace.used_on(stream)
+        # A captured call runs when its graph is replayed, so the next eager call still comes behind the last eager one.
+        if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._stream)
+            self._workspace.used_on(stream)
+            for buffer in (self._ids64, self._ids32, self._weights32):
+                buffer.record_stream(stream)
             self._stream = stream
         launcher = self._launcher(quantized=x.dtype != torch.bfloat16)
         x, scale = _plain(x), None if scale is None else _plain(scale)
@@ -153,6 +156,11 @@ class Sm90Session:
     def _launcher(self, *, quantized: bool) -> Launcher:
         launcher = self._launchers.get(quantized)
         if launcher is None:
+            if torch.cuda.is_current_stream_capturing():  # loading a module and its first launch would break or join the capture
+                raise InvalidInput(
+                    "the first call with quantized x is being captured, and its kernels are not loaded yet; allowed: capture later calls.",
+                    hint="call once with quantized x before capturing",
+                )
             launcher = Launcher(self._plan.detail, self._variants[quantized], self._open(), self._workspace, self._seconds)
             launcher.warm_up(self._ids32.data_ptr(), torch.cuda.current_stream(self._device).cuda_stream)
             self._launchers[quantized] = launcher
