@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.compile import sources
+from megamoe.compile import KernelRequest, sources
+from megamoe.compile.obtain import obtain
 from megamoe.compile.store import Store
 from megamoe.errors import MegaMoEError
 
@@ -56,6 +57,25 @@ def test_object_without_its_note_is_not_an_entry(tmp_path):
     store.save(DIGEST, {"name": "toy"}, b"object", 1.0)
     (tmp_path / f"{DIGEST}.json").unlink()
     assert store.load(DIGEST) is None
+
+
+class _Vanishing(Store):
+    """Another process clears the folder as soon as an entry has been read."""
+
+    def read(self, digest):
+        found = super().read(digest)
+        self.clear()
+        return found
+
+
+def test_an_entry_that_is_removed_after_its_check_is_still_used(tmp_path, monkeypatch):
+    store = _Vanishing(tmp_path)
+    store.save(DIGEST, {"name": "toy"}, b"object", 1.5)
+    request = KernelRequest("toy", (), {}, "sm_90a", lambda: pytest.fail("compiled again"))
+    monkeypatch.setattr(KernelRequest, "digest", lambda _: DIGEST)
+    got = obtain(request, store)
+    assert (got.object, got.hit, got.seconds) == (b"object", True, 1.5)
+    assert not list(tmp_path.glob("*.o"))
 
 
 def _hold_and_write(root: str, log: str) -> None:

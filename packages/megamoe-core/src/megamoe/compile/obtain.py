@@ -55,17 +55,17 @@ def obtain(request: KernelRequest, store: Store | None = None) -> Obtained:
     """Find the compiled object, or compile and keep it. A cache folder that cannot be written is a warning, not an error."""
     store = store or Store()
     digest = request.digest()
-    entry = store.load(digest)
-    if entry:
-        return _hit(request, entry)
+    found = store.read(digest)
+    if found:
+        return _hit(request, *found)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(store.lock(digest))
         except OSError as error:
             logger().warning("the compile cache cannot be written, so every process compiles for itself: %s", error)
-        entry = store.load(digest)  # another process may have compiled it while this one waited
-        if entry:
-            return _hit(request, entry)
+        found = store.read(digest)  # another process may have compiled it while this one waited
+        if found:
+            return _hit(request, *found)
         start = time.perf_counter()
         data = _compile(request, _entry_point(digest))
         seconds = time.perf_counter() - start
@@ -74,8 +74,8 @@ def obtain(request: KernelRequest, store: Store | None = None) -> Obtained:
         return Obtained(request, digest, data, hit=False, seconds=seconds)
 
 
-def _hit(request: KernelRequest, entry: Entry) -> Obtained:
-    return Obtained(request, entry.digest, entry.path.read_bytes(), hit=True, seconds=entry.seconds)
+def _hit(request: KernelRequest, entry: Entry, data: bytes) -> Obtained:
+    return Obtained(request, entry.digest, data, hit=True, seconds=entry.seconds)
 
 
 def _keep(request: KernelRequest, store: Store, digest: str, data: bytes, seconds: float) -> None:

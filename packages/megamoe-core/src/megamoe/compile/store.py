@@ -56,13 +56,18 @@ class Store:
 
     def load(self, digest: str) -> Entry | None:
         """The entry, checked byte by byte; ``None`` when it is missing or damaged."""
+        found = self.read(digest)
+        return found[0] if found else None
+
+    def read(self, digest: str) -> tuple[Entry, bytes] | None:
+        """As :meth:`load`, with the object's bytes that were checked: its file may be replaced or removed at any moment."""
         try:
             note = json.loads(self._path(digest, "json").read_bytes())
             path = self._path(digest, "o")
             data = path.read_bytes()
             if hashlib.sha256(data).hexdigest() != note["sha256"]:
                 raise ValueError("the object's SHA-256 differs")
-            return Entry(digest, path, dict(note["key"]), float(note["seconds"]), len(data))
+            return Entry(digest, path, dict(note["key"]), float(note["seconds"]), len(data)), data
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -166,15 +166,15 @@ def _cached(digest: str, key: Mapping[str, object], build: Callable[[], bytes]) 
     """Bytes from the emulation's cache, or built and kept there. A folder that cannot be written costs time, nothing else."""
     store = Store(env.cache_dir() / "emulation")
     with contextlib.ExitStack() as held:
-        entry = store.load(digest)
-        if entry is None:
+        found = store.read(digest)
+        if found is None:
             try:
                 held.enter_context(store.lock(digest))
-                entry = store.load(digest)
+                found = store.read(digest)
             except OSError as error:
                 logger().warning("the emulation's cache cannot be written: %s", error)
-        if entry is not None:
-            return entry.path.read_bytes()
+        if found is not None:
+            return found[1]
         start = time.perf_counter()
         data = build()
         with contextlib.suppress(OSError):
