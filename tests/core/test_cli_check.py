@@ -9,7 +9,7 @@ from megamoe import MoEProblem, catalog, select
 from megamoe.catalog import Record
 from megamoe.cli import check, codes, main
 from megamoe.formats import FORMATS, fp8_block128
-from megamoe.protocol import BackendSpec, Reason
+from megamoe.protocol import BackendSpec, Reason, Verdict
 from megamoe.reference import SPEC, arithmetic
 from megamoe.reference.backend import ReferenceBackend
 
@@ -126,6 +126,22 @@ def test_a_format_that_a_backend_lacks_is_said(capsys, installed):
     assert code == codes.NOTHING_SUITABLE
     assert found["gpu", "run", "mxfp8"]["result"] == "skipped"
     assert found["gpu", "run", "mxfp8"]["detail"] == "it has no mxfp8; its formats: bf16"
+
+
+class OneRank(ReferenceBackend):
+    """Refuses more, as a backend may."""
+
+    def supports(self, problem, ranks=1):
+        return Verdict((Reason(f"{ranks} ranks; it runs on one"),)) if ranks > 1 else super().supports(problem, ranks)
+
+
+def test_ranks_that_a_backend_refuses_are_skipped_with_its_reason(capsys, installed, monkeypatch):
+    installed(Record("gpu", "ok", (), GPU))
+    monkeypatch.setattr(select, "load_backend", lambda name: OneRank())
+    code, found, _ = findings(capsys, "--backend", "gpu", "--ranks", "2")
+    assert code == codes.NOTHING_SUITABLE
+    assert found["gpu", "run", "bf16"]["result"] == "skipped"
+    assert found["gpu", "run", "bf16"]["detail"] == "2 ranks; it runs on one"
 
 
 def test_unknown_names_are_usage_errors(capsys):

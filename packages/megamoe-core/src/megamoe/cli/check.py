@@ -130,6 +130,11 @@ def _check(record: Record, formats: list[str], ranks: int, seed: int, emulate: s
             yield Finding(record.name, "run", name, SKIPPED, 0.0, f"it has no {name}; its formats: {', '.join(spec.formats)}")
             continue
         problem = _problem(name, ranks)
+        # One rank is what every backend has to do in the formats it declares; more it may refuse.
+        refused = backend.supports(problem, ranks).reasons if ranks > 1 else ()
+        if refused:
+            yield Finding(record.name, "run", name, SKIPPED, 0.0, "; ".join(reason.text for reason in refused))
+            continue
         if emulate:
             yield _step(record.name, "emulate", name, partial(_emulated.rewrite_kernels, backend, problem, ranks, emulate))
             continue
