@@ -21,6 +21,8 @@ from megamoe.emulation.assemble import DEVICE_SOURCES
 from megamoe.emulation.faults import RECORD, read_fault
 from megamoe.emulation.ptx import Kind, address, parse, vector
 
+from . import model_numbers
+
 HERE = Path(__file__).parent / "host"
 FUNCTIONS = (
     *("begin", "end", "end_delayed", "waiting", "waiting_delayed", "tmem_alloc", "tmem_dealloc", "tmem_relinquish", "tmem_address"),
@@ -55,6 +57,10 @@ def build(folder):
 
 def f32(bits):
     return np.uint32(bits & 0xFFFFFFFF).view(np.float32)
+
+
+def f32_array(words):
+    return np.array(words, np.uint32).view(np.float32)
 
 
 def bits(value):
@@ -122,8 +128,8 @@ class Kernel:
             return SHARED_BEGIN | t.rank << 24
         if operand in self.values:
             return operand
-        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", operand):
-            return int(operand, 0) & (2**64 - 1 if kind.endswith("64") else 2**32 - 1)
+        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", operand):
+            return int(operand.rstrip("U"), 0) & (2**64 - 1 if kind.endswith("64") else 2**32 - 1)
         raise NotInterpreted(f"operand {operand}")
 
     def special(self, t, name):
@@ -186,9 +192,11 @@ class Kernel:
                     shown = {t.tid % 32: t.exchange[0] for t in group if t.exchange}
                     for t in group:
                         t.waiting = None
-                        if t.exchange:
+                        if t.exchange and isinstance(t.exchange[1], str):
+                            self.matrices(t, shown)
+                        elif t.exchange:
                             self.write(t, t.exchange[2], shown[t.exchange[1] % 32], "b32")
-                            t.exchange = None
+                        t.exchange = None
         numbered = {}
         for t in threads:
             if isinstance(t.waiting, tuple):
@@ -269,6 +277,38 @@ class Kernel:
         product = signed(self.value(t, o[1], parts[-1]), parts[-1]) * signed(self.value(t, o[2], parts[-1]), parts[-1])
         self.write(t, o[0], product + self.value(t, o[3], kind), kind)
 
+    def do_div(self, t, parts, o):
+        x, y = (signed(self.value(t, v), parts[-1]) for v in o[1:])
+        self.write(t, o[0], abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1), parts[-1])
+
+    def do_rem(self, t, parts, o):
+        x, y = (signed(self.value(t, v), parts[-1]) for v in o[1:])
+        self.write(t, o[0], abs(x) % abs(y) * (-1 if x < 0 else 1), parts[-1])
+
+    def do_prmt(self, t, parts, o):
+        both, selector = self.value(t, o[1]) | self.value(t, o[2]) << 32, self.value(t, o[3])
+        self.write(t, o[0], sum((both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i for i in range(4)), "b32")
+
+    def do_ldmatrix(self, t, parts, o):
+        base, offset = address(o[1])
+        t.exchange = self.value(t, base) + offset, "load", vector(o[0])
+        t.waiting = "warp"
+
+    def do_stmatrix(self, t, parts, o):
+        base, offset = address(o[0])
+        t.exchange = self.value(t, base) + offset, "store", [self.value(t, register) for register in vector(o[1])]
+        t.waiting = "warp"
+
+    def matrices(self, t, addresses):
+        """ldmatrix and stmatrix m8n8 of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8."""
+        lane = t.tid % 32
+        for index, register in enumerate(t.exchange[2]):
+            memory = self.machine.machine_shared(ctypes.c_uint32(addresses[8 * index + lane // 4])) + 4 * (lane % 4)
+            if t.exchange[1] == "load":
+                self.write(t, register, ctypes.c_uint32.from_address(memory).value, "b32")
+            else:
+                ctypes.c_uint32.from_address(memory).value = register
+
     def do_neg(self, t, parts, o):
         self.write(t, o[0], -self.value(t, o[1]), parts[-1])
 
@@ -301,8 +341,13 @@ class Kernel:
     def do_cvt(self, t, parts, o):
         if parts[-1] == "f32":
             words = [self.value(t, operand) for operand in o[1:]]
+            if parts[-2] == "e4m3x2":
+                codes = model_numbers.nearest(f32_array(words), "e4m3")
+                return self.write(t, o[0], int(codes[0]) << 8 | int(codes[1]), "b16")
             halves = [bf16(word) if parts[-2] == "bf16x2" else int(f32(word).astype(np.float16).view(np.uint16)) for word in words]
             return self.write(t, o[0], halves[0] << 16 | halves[1], "b32")
+        if parts[-2:] == ["f32", "f16"]:
+            return self.write(t, o[0], bits(np.uint16(self.value(t, o[1])).view(np.float16)), "b32")
         width = int(parts[-1][1:])
         return self.write(t, o[0], signed(self.value(t, o[1], parts[-1]) & (2**width - 1), parts[-1]), parts[-2])
 

@@ -266,6 +266,7 @@ CONVERSIONS = {
     "e3m2x2.f32": "cvt.rn.satfinite.e3m2x2.f32 %rs1, %f2, %f1; cvt.u32.u16 %r9, %rs1;",
     "rp.ue8m0x2.f32": "cvt.rp.satfinite.ue8m0x2.f32 %rs1, %f2, %f1; cvt.u32.u16 %r9, %rs1;",
     "rz.ue8m0x2.f32": "cvt.rz.satfinite.ue8m0x2.f32 %rs1, %f2, %f1; cvt.u32.u16 %r9, %rs1;",
+    "rp.ue8m0x2.f32 to NaN": "cvt.rp.ue8m0x2.f32 %rs1, %f2, %f1; cvt.u32.u16 %r9, %rs1;",
     "rp.ue8m0x2.bf16x2": "cvt.rn.bf16x2.f32 %r9, %f2, %f1; cvt.rp.satfinite.ue8m0x2.bf16x2 %rs1, %r9; cvt.u32.u16 %r9, %rs1;",
     "bf16x2.ue8m0x2": "mov.b32 %r9, %f1; cvt.u16.u32 %rs1, %r9; cvt.rn.bf16x2.ue8m0x2 %r9, %rs1;",
     "f16x2.e2m1x2": "{ .reg .b8 %t; mov.b32 %r9, %f1; cvt.u8.u32 %t, %r9; cvt.rn.f16x2.e2m1x2 %r9, %t; }",

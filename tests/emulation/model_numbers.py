@@ -35,6 +35,7 @@ def nearest(values: np.ndarray, name: str, relu: bool = False) -> np.ndarray:
     """Codes by .rn.satfinite: the nearest value, of two the one with an even code; NaN gives the largest."""
     positive = table(name)[: 2 ** sum(SHAPES[name])]
     sign_bit = len(positive)
+    positive = positive[np.isfinite(positive)]
     with np.errstate(invalid="ignore"):  # signalling NaN
         magnitude = np.abs(values.astype(np.float64))
     above = np.clip(np.searchsorted(positive, magnitude), 0, len(positive) - 1)
@@ -48,13 +49,13 @@ def nearest(values: np.ndarray, name: str, relu: bool = False) -> np.ndarray:
     return np.where(np.isnan(values), len(positive) - 1, code)
 
 
-def power_of_two(values: np.ndarray, up: bool) -> np.ndarray:
-    """UE8M0 codes of magnitudes, rounded down or up to a power of two, finite."""
+def power_of_two(values: np.ndarray, up: bool, satfinite: bool = True) -> np.ndarray:
+    """UE8M0 codes of magnitudes, rounded down or up to a power of two; above 2**127 is the largest of them, or NaN."""
     with np.errstate(invalid="ignore"):  # signalling NaN
         magnitude = np.abs(values.astype(np.float64))
     with np.errstate(divide="ignore"):
         exponent = np.log2(magnitude)
     rounded = np.ceil(exponent) if up else np.floor(exponent)
     # log2 in float64 is exact for powers of two; next to them the float32 argument is far enough away for floor and ceil.
-    code = np.clip(np.nan_to_num(rounded, neginf=-127, posinf=127), -127, 127) + 127
+    code = np.clip(np.nan_to_num(rounded, neginf=-127, posinf=128), -127, 127 if satfinite else 128) + 127
     return np.where(np.isnan(values), 255, code).astype(np.int64)

@@ -16,8 +16,8 @@ void to_small(int exponent, int mantissa, int relu, int n, const float *values, 
   for (int i = 0; i < n; i++) out[i] = float_to_small(values[i], exponent, mantissa, relu);
 }
 
-void to_ue8m0(int up, int n, const float *values, uint32_t *out) {
-  for (int i = 0; i < n; i++) out[i] = float_to_ue8m0(values[i], up);
+void to_ue8m0(int up, int satfinite, int n, const float *values, uint32_t *out) {
+  for (int i = 0; i < n; i++) out[i] = float_to_ue8m0(values[i], up, satfinite);
 }
 
 void ue8m0_bf16(int n, const uint32_t *codes, uint32_t *out) {

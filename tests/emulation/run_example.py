@@ -2,8 +2,8 @@
 
     python run_example.py WHERE ARCH SCRIPT [its arguments]
 
-WHERE is "gpu" (a Hopper GPU) or "host": without a GPU tensors stay in host memory, the host code is compiled by the DSL as ever, and kernels
-are interpreted. Prints how many modules were rewritten and how many launches interpreted.
+WHERE is "gpu" (a Hopper GPU) or "host": without a GPU tensors stay in host memory, the host code is compiled by the DSL as ever, and
+kernels are interpreted. Prints how many modules were rewritten and how many launches interpreted.
 """
 
 from __future__ import annotations

@@ -67,11 +67,12 @@ def test_rounding_to_narrow_formats(pure, name, relu):
     np.testing.assert_array_equal(out, model.nearest(values, name, relu))
 
 
+@pytest.mark.parametrize("satfinite", [False, True])
 @pytest.mark.parametrize("up", [False, True])
-def test_rounding_to_powers_of_two(pure, up):
+def test_rounding_to_powers_of_two(pure, up, satfinite):
     values = awkward()
     out = np.empty(len(values), np.uint32)
-    pure.to_ue8m0(int(up), len(values), pointer(values), pointer(out))
-    expected = model.power_of_two(values, up)
+    pure.to_ue8m0(int(up), int(satfinite), len(values), pointer(values), pointer(out))
+    expected = model.power_of_two(values, up, satfinite)
     # Below 2**-127 there is no smaller power: everything rounds to code 0, or up to it as far as it reaches.
     np.testing.assert_array_equal(out, expected)

@@ -37,6 +37,14 @@ def test_to_ue8m0(emulated, up):
     np.testing.assert_array_equal(convert(emulated, f"{'rp' if up else 'rz'}.ue8m0x2.f32", x), codes[0::2] | codes[1::2] << 8)
 
 
+def test_to_ue8m0_without_saturation(emulated):
+    x = pairs()
+    x[:64] = np.inf
+    codes = model.power_of_two(x, True, satfinite=False)
+    assert (codes == 255).sum() > 64
+    np.testing.assert_array_equal(convert(emulated, "rp.ue8m0x2.f32 to NaN", x), codes[0::2] | codes[1::2] << 8)
+
+
 def test_bf16_to_ue8m0(emulated):
     x = (pairs()[:2048].view(np.uint32) & 0xFFFF0000).view(np.float32)  # already bfloat16
     codes = model.power_of_two(x, True)

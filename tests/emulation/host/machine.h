@@ -1,7 +1,7 @@
 // The machine below the emulation's device functions, on the host: threads are fibers of one process, a warp's meetings are explicit.
 //
 // Fibers switch where threads may wait for each other and nowhere else, so memory is sequentially consistent: this shows what the functions
-// compute, not that their fences suffice. Clusters have up to four CTAs of up to 256 threads.
+// compute, not that their fences suffice. Clusters have up to four CTAs of up to 512 threads.
 #pragma once
 #include <math.h>
 #include <ucontext.h>
@@ -21,7 +21,7 @@ struct float2 { float x, y; };
 static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 
-enum { MOST_CTAS = 4, MOST_THREADS = 256, SHARED = 256 * 1024, STACK = 256 * 1024 };
+enum { MOST_CTAS = 4, MOST_THREADS = 512, SHARED = 256 * 1024, STACK = 256 * 1024 };
 
 struct Fiber {
   ucontext_t context;

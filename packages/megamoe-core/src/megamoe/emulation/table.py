@@ -260,11 +260,11 @@ def _from_narrow(i: Instruction, m: re.Match[str], names: Names) -> Replacement:
 
 
 def _to_ue8m0(i: Instruction, m: re.Match[str], names: Names) -> Replacement:
-    code, register, up = Code(names), names.register("b32"), str(int(m["round"] == "rp"))
+    code, register, mode = Code(names), names.register("b32"), str((m["round"] == "rp") | bool(m["satfinite"]) << 1)
     if m["source"] == "f32":
-        code.call("megamoe_to_ue8m0", [("b32", up), ("f32", i.operands[1]), ("f32", i.operands[2])], ("b32", register))
+        code.call("megamoe_to_ue8m0", [("b32", mode), ("f32", i.operands[1]), ("f32", i.operands[2])], ("b32", register))
     else:
-        code.call("megamoe_bf16_to_ue8m0", [("b32", up), ("b32", i.operands[1])], ("b32", register))
+        code.call("megamoe_bf16_to_ue8m0", [("b32", mode), ("b32", i.operands[1])], ("b32", register))
     return code(f"cvt.u16.u32 {i.operands[0]}, {register};").lines
 
 
@@ -397,7 +397,9 @@ FORMS: tuple[Form, ...] = (
     _form("redux f32", r"redux\.sync\.(?P<op>min|max)(?P<abs>\.abs)?(?P<nan>\.NaN)?\.f32", _redux, "test_warp.py"),
     _form("cvt f32 to fp4, fp6", r"cvt\.rn\.satfinite(?P<relu>\.relu)?\.(?P<format>e2m1|e2m3|e3m2)x2\.f32", _to_narrow, "test_numbers.py"),
     _form("cvt fp4, fp6 to f16", r"cvt\.rn(?P<relu>\.relu)?\.f16x2\.(?P<format>e2m1|e2m3|e3m2)x2", _from_narrow, "test_numbers.py"),
-    _form("cvt to ue8m0", r"cvt\.(?P<round>rp|rz)\.satfinite\.ue8m0x2\.(?P<source>f32|bf16x2)", _to_ue8m0, "test_numbers.py"),
+    _form(
+        "cvt to ue8m0", r"cvt\.(?P<round>rp|rz)(?P<satfinite>\.satfinite)?\.ue8m0x2\.(?P<source>f32|bf16x2)", _to_ue8m0, "test_numbers.py"
+    ),
     _form("cvt ue8m0 to bf16", r"cvt\.rn\.bf16x2\.ue8m0x2", _from_ue8m0, "test_numbers.py"),
     _form("f32x2", r"(?P<op>add|sub|mul|fma)(?P<modifiers>(\.(rn|rz|rm|rp|ftz|sat))*)\.f32x2", _float_pairs, "test_warp.py"),
     _form(

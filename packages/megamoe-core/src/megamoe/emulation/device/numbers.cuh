@@ -77,12 +77,13 @@ EMU_PURE u32 float_to_small(float value, int exponent, int mantissa, int relu) {
   return code | sign << (exponent + mantissa);
 }
 
-// .rz truncates the magnitude to a power of two, .rp rounds it up; the sign is not looked at. With .satfinite the result stays finite.
-EMU_PURE u32 float_to_ue8m0(float value, int up) {
+// .rz truncates the magnitude to a power of two, .rp rounds it up; the sign is not looked at. What is too large becomes the largest power with
+// .satfinite, else NaN.
+EMU_PURE u32 float_to_ue8m0(float value, int up, int satfinite) {
   u32 magnitude = bits_of(value) & 0x7fffffff, e = magnitude >> 23, m = magnitude & 0x7fffff;
   if (magnitude > 0x7f800000) return 0xff;
   if (up && m && !(e == 0 && m <= 0x400000)) e++;
-  return e > 254 ? 254 : e;
+  return e > 254 && satfinite ? 254 : e;
 }
 
 EMU_PURE u32 ue8m0_to_bf16(u32 code) { return code == 0xff ? 0x7fff : code == 0 ? 0x0040 : code << 7; }

@@ -115,10 +115,11 @@ EMU_CALL u32 megamoe_from_narrow(u32 format, u32 relu, u32 codes) {
   return pair;
 }
 
-EMU_CALL u32 megamoe_to_ue8m0(u32 up, float high, float low) { return float_to_ue8m0(high, up) << 8 | float_to_ue8m0(low, up); }
-
-EMU_CALL u32 megamoe_bf16_to_ue8m0(u32 up, u32 pair) {
-  return float_to_ue8m0(bf16_to_float(pair >> 16), up) << 8 | float_to_ue8m0(bf16_to_float(pair & 0xffff), up);
+// mode: bit 0 rounds up, bit 1 saturates.
+EMU_CALL u32 megamoe_to_ue8m0(u32 mode, float high, float low) {
+  return float_to_ue8m0(high, mode & 1, mode >> 1) << 8 | float_to_ue8m0(low, mode & 1, mode >> 1);
 }
+
+EMU_CALL u32 megamoe_bf16_to_ue8m0(u32 mode, u32 pair) { return megamoe_to_ue8m0(mode, bf16_to_float(pair >> 16), bf16_to_float(pair & 0xffff)); }
 
 EMU_CALL u32 megamoe_from_ue8m0(u32 codes) { return ue8m0_to_bf16(codes & 0xff) | ue8m0_to_bf16(codes >> 8 & 0xff) << 16; }
