@@ -272,11 +272,36 @@ def test_bound_sums_magnitudes():
     )
     result = oracle.compute(p, weights, torch.ones(1, 2).bfloat16(), torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), 0.5))
     np.testing.assert_allclose(result.value, [[0, -30]], atol=1e-9)
-    # Half of (192 + 192) and of (64 + 4) for rounding, and half of 192 and of 64 for one step of bf16 codes; all times 2^-7.
+    # Half of (192 + 192) and of (64 + 4) for rounding, and half of 192 and of 64 for one step of bf16 codes, 0.5 at 64; all times 2^-7.
     np.testing.assert_allclose(result.bound, [[(192 + 96) / 128, (34 + 32) / 128]], rtol=1e-9)
 
 
-@pytest.mark.parametrize(("format", "inter"), [("fp8_block128", 128), ("fp8_tensor_e5m2", 64), ("fp8_tensor", 64), ("bf16", 64)])
+@pytest.mark.parametrize(
+    ("format", "value", "want"),
+    [
+        ("bf16", [1.0, -1.5, 4.0, 2.0**-130], [2.0**-7, 2.0**-7, 2.0**-5, 2.0**-133]),
+        ("fp8_tensor", [1.0, -1.75, 240.0, 448.0, 1000.0, 0.0], [0.125, 0.125, 16, 32, 32, 2.0**-9]),
+        ("fp8_tensor_e5m2", [1.0, -1.75, 57344.0, 0.0], [0.25, 0.25, 8192, 2.0**-16]),
+    ],
+)
+def test_step_is_the_distance_to_the_next_code(format, value, want):
+    tensor = 1.0 if format == "bf16" else 2.0
+    codes = numbers.quantize_activations(format, tensor * np.array([value]), tensor)
+    np.testing.assert_array_equal(numbers.step(format, codes), tensor * np.array([want]))
+
+
+def test_step_of_a_block_scales_with_it():
+    """The largest element of a block is code 448, whose neighbour is 416: 1/14 of it. In a block of E2M1 6 is followed by 4."""
+    values = np.ones((1, 256))
+    values[0, 128:] *= 3.5
+    np.testing.assert_allclose(numbers.step("fp8_block128", numbers.quantize_activations("fp8_block128", values)), values / 14, rtol=1e-6)
+    np.testing.assert_allclose(numbers.step("nvfp4", numbers.quantize_activations("nvfp4", 6 * np.ones((1, 16)))), 2, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("format", "inter"),
+    [("fp8_block128", 128), ("fp8_block128", 2048), ("fp8_tensor_e5m2", 64), ("fp8_tensor_e5m2", 256), ("fp8_tensor", 64), ("bf16", 64)],
+)
 def test_bound_covers_sums_that_differ_in_their_last_bits(format, inter, monkeypatch):
     """A kernel FC1 differs from float64 by 10^-4 of its spread, as on tensor cores with FP8: rounded values then step now and then."""
     p = problem(format, experts=4, top_k=2, hidden=256, intermediate=inter)

@@ -28,6 +28,7 @@ from megamoe.testing.oracle_numbers import (
     dequantize,
     quantize_activations,
     quantize_weight,
+    step,
     unpack_nibbles,
 )
 
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 _BF16_OVERFLOW = (2 - 2.0**-8) * 2.0**127
 """The smallest magnitude that bf16 rounds to infinity."""
-
-_STEP = {"bf16": 2.0**-7, "e4m3": 2.0**-3, "e5m2": 2.0**-2, "e2m1": 2.0**-1}
-"""Largest distance between neighbouring codes of an element type, relative to the value."""
 
 _TINY = 2.0**-126
 """Absolute part of the bound: the smallest normal float32."""
@@ -52,10 +50,10 @@ class OracleResult:
     Attributes:
         value: (tokens, hidden) float64.
         bound: (tokens, hidden) float64, how far a correct kernel's element may be off: 2^-7 times the sum of the magnitudes of all products
-            that FC2 and the final sum add up, plus 2^-126, plus for every route one step between codes of the largest value between FC1 and
-            FC2 times the largest weight. It covers bf16 rounding, float32 summation in any order, and a value between FC1 and FC2 that
-            rounds to the neighbouring code because the kernel's sums differ in their last bits (tensor cores add FP8 products to about 14
-            bits, so this happens to some values in a thousand); where few products are summed, one such value shows.
+            that FC2 and the final sum add up, plus 2^-126, plus for every route the widest step between neighbouring codes among its values
+            between FC1 and FC2, times the largest weight. It covers bf16 rounding, float32 summation in any order, and a value between FC1
+            and FC2 that rounds to the neighbouring code because the kernel's sums differ in their last bits (tensor cores add FP8 products
+            to about 14 bits, so this happens to some values in a hundred); where few products are summed, one such value shows.
     """
 
     value: Floats
@@ -108,14 +106,14 @@ def compute(problem: MoEProblem, weights: ExpertWeights, x: Any, topk_ids: Any, 
             weight = route_weight[token, slot][:, None]
             w13, w2 = (expert_weight(problem.format, weights, name, expert) for name in ("w13", "w2"))
             mid = _activate(problem, xs[token] @ w13.T + _bias(weights.b13, expert))
-            mid = _rounded(problem.format, mid * weight if early else mid, weights.mid_scale)
+            codes = quantize_activations(problem.format, mid * weight if early else mid, weights.mid_scale)
+            mid, widest = dequantize(problem.format, codes), step(problem.format, codes).max(axis=1, initial=0)
             b2 = _bias(weights.b2, expert)
             late = 1.0 if early else weight
             # add.at: one token may take several routes to the same expert.
             np.add.at(total, token, (mid @ w2.T + b2) * late)
             np.add.at(terms, token, (np.abs(mid) @ np.abs(w2.T) + np.abs(b2)) * np.abs(late))
-            largest = np.abs(mid).max(axis=1, initial=0)[:, None] * np.abs(w2).max(axis=1, initial=0)
-            np.add.at(steps, token, _STEP[FACTS[problem.format].element] * largest * np.abs(late))
+            np.add.at(steps, token, widest[:, None] * np.abs(w2).max(axis=1, initial=0) * np.abs(late))
     return OracleResult(total, 2.0**-7 * terms + steps + _TINY)
 
 

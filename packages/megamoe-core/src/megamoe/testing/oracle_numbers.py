@@ -242,3 +242,15 @@ def dequantize(format: str, codes: Codes, rows: int = 1) -> Floats:
         blocks = values.reshape(values.shape[0], values.shape[1] // facts.block, facts.block)
         values = (blocks * scale[:, :, None]).reshape(values.shape)
     return values * np.float64(codes.tensor)
+
+
+_LARGEST_CODE = {"bf16": 0x7F7F, "e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x7}
+"""Code of the largest finite element. The sign is the bit above its highest one."""
+
+
+def step(format: str, codes: Codes) -> Floats:
+    """Distance from every element of (N, K) activation codes to the next one away from zero, the largest one's to the one below it."""
+    top = _LARGEST_CODE[FACTS[format].element]
+    sign = 1 << top.bit_length()
+    lower = np.minimum(codes.data & (sign - 1), top - 1)
+    return dequantize(format, codes._replace(data=lower + 1)) - dequantize(format, codes._replace(data=lower))
