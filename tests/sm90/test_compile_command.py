@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
 
 from megamoe.cli import main
+from megamoe.cli.compile import Job
 
 SHAPE = ["--model", "qwen3-30b", "--experts", "8", "--top-k", "2", "--hidden", "256", "--intermediate", "128", "--max-tokens", "8"]
 
@@ -44,6 +45,19 @@ def test_a_target_names_its_backend(capsys):
     code, found = document(capsys, "compile", "--arch", "sm_90a", *SHAPE, "--jobs", "1")
     assert code == 0
     assert {k["kernel"] for k in found["kernels"]} == {"sm90-swap-8"}
+
+
+def test_kernels_for_biases_are_compiled_when_the_model_has_them(monkeypatch, capsys):
+    """gpt-oss has expert biases: kernels without them would be of no use to its sessions."""
+    made = []
+    monkeypatch.setattr(Job, "requests", lambda job: made.append(job.biases) or ())
+    for more, want in (((), True), (("--no-biases",), False)):
+        assert main(["compile", "--backend", "sm90", "--model", "gpt-oss-120b", *more]) == 0
+        assert made.pop() is want
+    for more, want in (((), False), (("--biases",), True)):
+        assert main(["compile", "--backend", "sm90", "--model", "dsv3", *more]) == 0
+        assert made.pop() is want
+    capsys.readouterr()
 
 
 def test_a_cache_that_cannot_be_written_is_a_failure_and_nothing_is_compiled(capsys, cache, monkeypatch):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megamoe import InvalidInput, MoEProblem, Placement, SwiGLU, UnsupportedProblem
 from megamoe.bench.workloads import SHAPES
 from megamoe.compile import Precompiles
+from megamoe.presets import PRESETS
 from megamoe.tune import Tunable
 from megamoe_sm90 import SPEC
 from megamoe_sm90.backend import Sm90Backend
@@ -185,3 +186,21 @@ def test_kernels_are_named_for_the_cache():
     assert len({str(sorted(r.config.items(), key=str)) for r in requests}) == len(requests)
     with pytest.raises(InvalidInput, match="sm_90a"):
         BACKEND.kernels(plan, "sm_100a")
+
+
+@pytest.mark.parametrize("when", ["late", "early"])
+def test_kernels_for_weights_with_biases_are_others(when):
+    """An output bias goes with late routing weights only."""
+    plan = BACKEND.plan(replace(PROBLEM, routing_weight=when))
+    plain, biased = BACKEND.kernels(plan), BACKEND.kernels(plan, biases=True)
+    assert len(biased) == len(plain)
+    assert {(r.config["bias13"], r.config["bias2"]) for r in plain} == {(False, False)}
+    assert {(r.config["bias13"], r.config["bias2"]) for r in biased} == {(True, when == "late")}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("tokens", [1, 65536])
+def test_every_preset_can_be_compiled_ahead(name, tokens):
+    plan = BACKEND.plan(PRESETS[name].problem(tokens))
+    kinds = 1 if plan.problem.format == "bf16" else 2
+    assert len(BACKEND.kernels(plan, biases=PRESETS[name].biases)) == kinds * len(plan.detail)

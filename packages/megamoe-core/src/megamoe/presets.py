@@ -20,6 +20,7 @@ class Preset:
         intermediate: width after the activation.
         format: the format nearest to the published checkpoint's.
         activation: the gated activation.
+        biases: whether the checkpoint has expert biases.
     """
 
     model: str
@@ -29,6 +30,7 @@ class Preset:
     intermediate: int
     format: str
     activation: SwiGLU = field(default_factory=SwiGLU)
+    biases: bool = False
 
     def problem(self, max_tokens: int, *, format: str | None = None) -> MoEProblem:
         """The layer as a problem, in the checkpoint's format or another."""
@@ -50,7 +52,7 @@ PRESETS = {
     "qwen3-30b": Preset("Qwen3-30B-A3B", 128, 8, 2048, 768, "fp8_block128"),
     "qwen3-235b": Preset("Qwen3-235B-A22B", 128, 8, 4096, 1536, "fp8_block128"),
     "mixtral": Preset("Mixtral-8x7B", 8, 2, 4096, 14336, "bf16"),
-    "gpt-oss-120b": Preset("gpt-oss-120b", 128, 4, 2880, 2880, "bf16", SwiGLU(limit=7.0, alpha=1.702, up_bias=1.0)),
+    "gpt-oss-120b": Preset("gpt-oss-120b", 128, 4, 2880, 2880, "bf16", SwiGLU(limit=7.0, alpha=1.702, up_bias=1.0), biases=True),
 }
 """Every preset by the name users choose it by."""
 

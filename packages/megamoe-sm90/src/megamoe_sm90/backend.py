@@ -160,18 +160,13 @@ class Sm90Backend:
         rung = next(rung for rung in plan.detail if tokens <= rung.tokens)
         return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows) if part)
 
-    def kernels(self, plan: Plan, arch: str | None = None) -> tuple[KernelRequest, ...]:
-        """See :class:`megamoe.compile.Precompiles`: for weights without biases, on a GPU of 132 multiprocessors."""
+    def kernels(self, plan: Plan, arch: str | None = None, *, biases: bool = False) -> tuple[KernelRequest, ...]:
+        """See :class:`megamoe.compile.Precompiles`: on a GPU of 132 multiprocessors."""
         kinds = (False, True)[: 1 if describe(plan.problem.format).element == "bf16" else 2]
+        operands = [Operands(quantized=q, b13=biases, b2=biases and plan.problem.routing_weight == "late") for q in kinds]
         if plan.ranks > 1:
-            operands = [Operands(quantized=quantized) for quantized in kinds]
             return tuple(ranks_plan.variant(plan.problem, plan.ranks, plan.detail, one).request(arch) for one in operands)
-        requests = [
-            variant.request(arch)
-            for quantized in kinds
-            for variant in variants_of(plan.problem, plan.detail, Operands(quantized=quantized))
-        ]
-        return tuple(requests)
+        return tuple(variant.request(arch) for one in operands for variant in variants_of(plan.problem, plan.detail, one))
 
 
 def _bounds(problem: MoEProblem) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megamoe import env, select
 from megamoe.cli import codes
 from megamoe.cli._arguments import for_arch
-from megamoe.cli._problem import add_knob_argument, add_problem_arguments, knobs_of, problem_of
+from megamoe.cli._problem import add_knob_argument, add_problem_arguments, base_of, knobs_of, problem_of
 from megamoe.cli.output import Output
 from megamoe.errors import BackendUnavailable, MegaMoEError
 
@@ -34,6 +34,7 @@ class Job:
     problem: MoEProblem
     knobs: dict[str, object] | None
     arch: str | None
+    biases: bool
 
     def requests(self) -> tuple[KernelRequest, ...]:
         """The kernels.
@@ -48,7 +49,7 @@ class Job:
             raise BackendUnavailable(
                 f"Backend {self.backend!r} has no kernels to compile.", hint="name one that has, or its target: --arch sm_90a"
             )
-        return backend.kernels(backend.plan(self.problem, knobs=self.knobs), self.arch)
+        return backend.kernels(backend.plan(self.problem, knobs=self.knobs), self.arch, biases=self.biases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="processes (default: one a core, 8 at most)"
     )
+    parser.add_argument(
+        "--biases",
+        action=argparse.BooleanOptionalAction,
+        help="for weights with expert biases, or without (default: as the model has them)",
+    )
     add_knob_argument(parser)
 
 
@@ -90,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     """Compile; prints one line a kernel."""
     out = Output.of(args)
     arch = args.arch or env.compile_arch()
-    job = Job(args.backend or _backend(arch), problem_of(args), knobs_of(args), arch)
+    biases = base_of(args).biases if args.biases is None else args.biases
+    job = Job(args.backend or _backend(arch), problem_of(args), knobs_of(args), arch, biases)
     if not env.cache_writable():
         raise MegaMoEError(
             f"The cache folder {env.cache_dir()} cannot be written.", hint=f"export {env.CACHE_DIR.name}=<a folder you can write>"
