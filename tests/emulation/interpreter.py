@@ -543,7 +543,7 @@ def launch(machine, rewritten, pointers, grid, block, shared, cluster=(1, 1, 1))
     if ctas > MOST_CTAS:
         raise NotInterpreted(f"a cluster of {ctas} CTAs")
     for first in itertools.product(*(range(0, extent, size) for extent, size in zip(grid, cluster, strict=True))):
-        machine.machine_start(ctas, block, shared, 0)
+        machine.machine_start(ctas, block, shared, rewritten.seed)
         kernel = Kernel(machine, rewritten.text, values, block, shared, ctas)
         kernel.grid, kernel.cluster = grid, cluster
         kernel.run(first)

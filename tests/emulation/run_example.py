@@ -1,9 +1,9 @@
 """Runs one of CuTe DSL's public examples, as it is, emulated; its own comparison with torch judges the result.
 
-    python run_example.py WHERE ARCH SCRIPT [its arguments]
+    python run_example.py WHERE[:SEED] ARCH SCRIPT [its arguments]
 
 WHERE is "gpu" (a Hopper GPU) or "host": without a GPU tensors stay in host memory, the host code is compiled by the DSL as ever, and
-kernels are interpreted. Prints how many modules were rewritten and how many launches interpreted.
+kernels are interpreted. SEED, when given, is that of delayed mode. Prints how many modules were rewritten and launches interpreted.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ class Launches:
 
 def main():
     where, arch, script, *arguments = sys.argv[1:]
-    with emulation.emulate(arch) as emulated:
+    where, _, seed = where.partition(":")
+    with emulation.emulate(arch, emulation.Options(seed=int(seed) if seed else None, loads_wait=False)) as emulated:
         launches = Launches(emulated)
         if where == "host":
             from cutlass.utils.hardware_info import HardwareInfo

@@ -36,9 +36,10 @@ class Later:
     bulk: list[_Site] = field(default_factory=list)
 
     @staticmethod
-    def delays(instruction: Instruction) -> bool:
-        """Whether the instruction is one of those that are delayed here."""
-        return bool(_ACCESS.fullmatch(instruction.opcode) or _BULK_STORE.fullmatch(instruction.opcode))
+    def delays(instruction: Instruction, loads: bool) -> bool:
+        """Whether the instruction is one of those that are delayed here; `loads`: tcgen05.ld is."""
+        access = _ACCESS.fullmatch(instruction.opcode)
+        return bool((access and (loads or access["what"] == "st")) or _BULK_STORE.fullmatch(instruction.opcode))
 
     def add(self, instruction: Instruction) -> list[str]:
         """The code at the place of a delayed instruction."""

@@ -30,11 +30,14 @@ class Options:
     Attributes:
         strict: poison shared memory with NaN bytes and hold it to the real architecture's limit.
         seed: delayed mode with this seed, 1 or more; ``None``: every operation takes effect at once.
+        loads_wait: in delayed mode, registers of tcgen05.ld arrive at tcgen05.wait::ld, as the specification says. ``False``: at once, for
+            compilers that leave that wait out and rely on ptxas to track the registers, as CuTe DSL 4.8 does in some of its examples.
         limit_ms: milliseconds after which every barrier wait of a CTA gives up; 1 to 2**32 - 1.
     """
 
     strict: bool = True
     seed: int | None = None
+    loads_wait: bool = True
     limit_ms: int = 10_000
 
     def __post_init__(self) -> None:
@@ -134,8 +137,10 @@ class _Rewriter:
         delayed: dict[int, list[str]] = {}
         if self.options.seed is not None:
             for index in range(function.start, function.end):
-                if body[index].kind is Kind.INSTRUCTION and later.delays(body[index].instruction):
+                if body[index].kind is Kind.INSTRUCTION and later.delays(body[index].instruction, self.options.loads_wait):
                     delayed[index] = later.add(body[index].instruction)
+            if later.loads and not any("tcgen05.wait::ld" in s.text for s in body[function.start : function.end]):
+                self.notes.append(f"{function.name} loads tensor memory and never waits for it: with loads_wait its registers stay NaN")
         later_ones = {id(body[index]) for index in delayed}
         regions = find_regions(body, function.start, function.end, lambda s: id(s) not in later_ones and _is_collective(s))
         first = next(i for i in range(function.start, function.end) if body[i].kind is not Kind.DECLARATION)
