@@ -36,6 +36,23 @@ def point(shape: str, tokens: int, ms: float, **more) -> Point:
     return Point(shape=shape, tokens=tokens, ms=ms, **{**base, **more})
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("dsv3", (32, 8, 7168, 2048)),  # on 8 ranks
+        ("dsv4", (96, 6, 7168, 3072)),  # on 4
+        ("qwen30b", (128, 8, 2048, 768)),
+        ("qwen235b", (16, 8, 4096, 1536)),  # on 8
+        ("kimi-k2", (48, 8, 7168, 2048)),  # on 8
+        ("gpt-oss", (128, 4, 2880, 2880)),
+    ],
+)
+def test_shapes_are_those_of_published_figures(name, sizes):
+    shape = workloads.SHAPES[name]
+    assert (shape.experts, shape.top_k, shape.hidden, shape.intermediate) == sizes
+    assert shape.activation.limit == (7.0 if name == "gpt-oss" else 10.0)
+
+
 @pytest.mark.parametrize("routing", workloads.ROUTINGS)
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 def test_ids_are_experts(routing, tokens):

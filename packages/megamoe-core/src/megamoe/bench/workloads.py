@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megamoe.errors import InvalidInput
 from megamoe.formats import describe
+from megamoe.presets import preset
 from megamoe.problem import MoEProblem, SwiGLU
 from megamoe.weights import ExpertWeights
 
@@ -20,6 +21,9 @@ ROUTINGS = ("random", "balanced", "zipf", "few", "one")
 """random: the best ``top_k`` of independent normal scores. balanced: every expert gets the same number of routes, but for one.
 zipf: distinct experts, the n-th most popular drawn with a chance of 1 / n. few: all tokens go to the same ``top_k`` experts.
 one: all routes go to one expert (repeated ids are separate routes)."""
+
+_CLAMPED = SwiGLU(limit=10.0)
+"""A clamp costs a little, so shapes are measured with one whether their model has it or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Shape:
     top_k: int
     hidden: int
     intermediate: int
-    activation: SwiGLU = field(default_factory=lambda: SwiGLU(limit=10.0))
+    activation: SwiGLU = _CLAMPED
 
     def problem(self, max_tokens: int, format: str) -> MoEProblem:
         """The problem of one rank that holds exactly these experts."""
@@ -51,17 +55,23 @@ class Shape:
         return 3 * self.hidden * self.intermediate
 
 
+def _share(name: str, model: str, ranks: int, activation: SwiGLU | None = None) -> Shape:
+    """What one of ``ranks`` ranks holds of a preset's layer."""
+    whole = preset(model)
+    return Shape(name, whole.experts // ranks, whole.top_k, whole.hidden, whole.intermediate, activation or whole.activation)
+
+
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("dsv3", 32, 8, 7168, 2048),
-        Shape("dsv4", 96, 6, 7168, 3072),
-        Shape("qwen30b", 128, 8, 2048, 768),
-        Shape("qwen235b", 16, 8, 4096, 1536),
+        _share("dsv3", "dsv3", 8, _CLAMPED),
+        _share("dsv4", "dsv4", 4, _CLAMPED),
+        _share("qwen30b", "qwen3-30b", 1, _CLAMPED),
+        _share("qwen235b", "qwen3-235b", 8, _CLAMPED),
         Shape("dsv4flash", 64, 6, 4096, 2048),
-        Shape("kimi-k2", 48, 8, 7168, 2048),
-        Shape("mixtral", 8, 2, 4096, 14336, SwiGLU()),
-        Shape("gpt-oss", 128, 4, 2880, 2880, SwiGLU(limit=7.0, alpha=1.702, up_bias=1.0)),
+        _share("kimi-k2", "kimi-k2", 8, _CLAMPED),
+        _share("mixtral", "mixtral", 1),
+        _share("gpt-oss", "gpt-oss-120b", 1),
     )
 }
 DEFAULT_SHAPES = ("dsv3", "dsv4", "qwen30b", "qwen235b")
