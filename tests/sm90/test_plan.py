@@ -108,6 +108,18 @@ def test_all_knobs_make_plans_or_say_why_not():
     assert made > 100
 
 
+@pytest.mark.parametrize(("format", "hidden"), [("bf16", 49152), ("fp8_block128", 98304), ("bf16", 262144)])
+def test_rows_too_wide_for_a_pool_are_gathered(format, hidden):
+    """The dispatch warp holds a whole row in shared memory; what is left then is too little for a ring of stages."""
+    problem = replace(PROBLEM, format=format, hidden=hidden, max_tokens=65536)
+    rungs = BACKEND.plan(problem).detail
+    assert {rung.rows for rung in rungs if rung.order == "native"} == {"gather"}
+    assert rungs[-1].tokens == 65536
+    with pytest.raises(InvalidInput, match="leave native_rows at 'auto'"):
+        BACKEND.plan(problem, knobs={"native_rows": "pool"})
+    assert BACKEND.plan(replace(problem, hidden=16384)).detail[-1].rows == "pool"
+
+
 def test_swap_order_beyond_its_capacity_is_refused():
     """4096 routes at most: every block keeps the routing of the whole call in shared memory."""
     with pytest.raises(InvalidInput, match="1 to 512 with top_k=8"):

@@ -13,6 +13,7 @@ from megamoe.errors import InvalidInput
 from megamoe.problem import MoEProblem
 from megamoe.tune import Knob, Space
 from megamoe.tune.space import Rule
+from megamoe_sm90._drop.config import NativeConfig
 from megamoe_sm90.shim.variants import NATIVE_ROWS, NATIVE_TILES, SWAP_TILES, Operands, Variant
 
 AUTO = "auto"
@@ -46,6 +47,8 @@ _SWAP_TOKENS = 64
 _SWAP_BYTES = 8e8
 _NATIVE_64_ROWS = 16
 _GATHER_ROWS = 192
+_POOL_STAGES = 3
+"""Least stages of a pool kernel: the math loop keeps one in use while it waits for the next, and one has to be on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +139,25 @@ def _native_rungs(problem: MoEProblem, knobs: Mapping[str, object]) -> list[Rung
     if knobs["order"] == "swap":
         return []
     tile, rows = knobs["native_tile"], knobs["native_rows"]
-
     steps = [(_NATIVE_64_ROWS, 64, "gather"), (_GATHER_ROWS, 128, "gather"), (None, 128, "pool")]
     found: dict[tuple[int, str], Rung] = {}
     for each, own, way in steps:
         size = tile if isinstance(tile, int) else own
-        key = size, str(rows) if rows != AUTO else way if size == 128 else "gather"
+        pooled = _pool_stages(problem, size) >= _POOL_STAGES
+        if rows == "pool" and not pooled:
+            raise InvalidInput(
+                f"native_rows='pool' with hidden={problem.hidden}: a row leaves room for {_pool_stages(problem, size)} stages beside it; "
+                f"allowed: {_POOL_STAGES} and more.",
+                hint="leave native_rows at 'auto'",
+            )
+        key = size, str(rows) if rows != AUTO else way if size == 128 and pooled else "gather"
         tokens = problem.max_tokens if each is None else each * problem.experts // problem.top_k
         found[key] = Rung(tokens, "native", *key)
     return sorted(found.values(), key=lambda rung: rung.tokens)
+
+
+def _pool_stages(problem: MoEProblem, tile: int) -> int:
+    """Stages that shared memory holds beside a whole row of x on its way to the pool."""
+    config = Variant.of(problem, "native", tile, "pool", problem.max_tokens, Operands()).config
+    assert isinstance(config, NativeConfig)
+    return max(0, int(config.num_stages))
