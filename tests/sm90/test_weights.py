@@ -69,6 +69,24 @@ def test_update_keeps_addresses(source):
         assert torch.equal(packed.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_tensor_e5m2"])
+def test_bf16_weights_of_a_tensor_scaled_format_get_a_scale_an_expert(format):
+    """Each expert's own: its largest magnitude becomes the largest element."""
+    bf16 = weights_of("bf16")
+    bf16.w13[2] *= 64
+    scales = {"x_scale": 0.5, "mid_scale": 0.25}
+    packed = packed_of(format, replace(bf16, **scales))
+    largest = torch.finfo(packed.tensors["w13"].dtype).max
+    for name in ("w13", "w2"):
+        amax = getattr(bf16, name).float().abs().amax(dim=(1, 2))
+        torch.testing.assert_close(packed.tensors[f"{name}_scale"], amax / largest, rtol=1e-6, atol=0)
+        back = packed.tensors[name].float() * packed.tensors[f"{name}_scale"][:, None, None]
+        assert ((back - getattr(bf16, name).float()).abs() <= amax[:, None, None] / 14).all()
+    assert [packed.tensors[name].item() for name in ("x_static", "mid_static")] == [0.5, 0.25]
+    with pytest.raises(InvalidInput, match="x_scale is missing"):
+        packed_of(format, bf16)
+
+
 def test_update_refuses_what_changes_more_than_values():
     packed = packed_of("fp8_tensor", weights_of("fp8_tensor"))
     with pytest.raises(InvalidInput, match="x_scale"):

@@ -50,6 +50,7 @@ class Sm90Weights:
         return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
 
     def update(self, weights: ExpertWeights) -> None:
+        """See the protocol. Copies on the current stream: order it behind launches on other streams that still read the old values."""
         check_update(self, weights)
         encoded = self._encode(weights)
         check_refit({name: t for name, t in self.tensors.items() if not name.endswith("_static")}, encoded)
