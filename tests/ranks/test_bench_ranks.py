@@ -51,3 +51,11 @@ def test_the_command_prints_and_writes_the_slowest_rank(monkeypatch, capsys):
     assert [point["format"] for point in document["points"]] == ["bf16", "fp8_block128"]
     assert all(point["ms"] >= point["fastest_ms"] for point in document["points"])
     assert main([*words[:1], "--ranks", "0", "--json"]) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["--output", "result.json"], ["--graph"], ["--measure-roof"], ["--max-tokens", "8"], ["--against", "unfused"]]
+)
+def test_options_of_one_rank_are_refused_instead_of_ignored(capsys, words):
+    assert main(["bench", "--ranks", "2", "--backend", "reference", "--shapes", "mixtral", "--tokens", "1", *words]) == 2
+    assert words[0] in capsys.readouterr().err

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from megamoe.cli import codes
 from megamoe.cli._arguments import require_gpu
 from megamoe.cli.output import Output, add_json_flag
+from megamoe.errors import InvalidInput
 
 if TYPE_CHECKING:
     from megamoe.bench.results import Point
@@ -105,6 +106,13 @@ def _several(out: Output, args: argparse.Namespace) -> int:
     """Time the layer over several ranks: the slowest one counts."""
     from megamoe.bench import ranks, workloads
 
+    given = {name: getattr(args, name) for name in ("against", "graph", "max_tokens", "measure_roof", "output")}
+    if unused := [f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, False)]:
+        raise InvalidInput(
+            f"--ranks {args.ranks} with {', '.join(unused)}; allowed with several ranks: --backend, --shapes, --tokens, --formats, "
+            "--routing, --launches and --repeats.",
+            hint=f"leave out {', '.join(unused)}; --json prints every figure",
+        )
     shapes = [workloads.shape(name) for name in args.shapes or workloads.DEFAULT_SHAPES]
     cases = [(shape, format, tokens) for format in args.formats for shape in shapes for tokens in args.tokens or workloads.TOKENS]
     measured = []
