@@ -128,6 +128,15 @@ def test_swap_order_beyond_its_capacity_is_refused():
         BACKEND.plan(PROBLEM, knobs={"swap_tokens": 1024})
 
 
+def test_swap_order_whose_shares_overflow_is_refused():
+    """512 tokens in tiles of 8: 8 + 4096 / 8 blocks of 128 tiles of 256 K blocks; times 131 CTAs that is beyond 2^31."""
+    problem = replace(PROBLEM, experts=8, hidden=16384, intermediate=16384, format="bf16", max_tokens=512)
+    knobs = {"order": "swap", "swap_tile": 8}
+    with pytest.raises(InvalidInput, match="17039360 K blocks; allowed: 16268815"):
+        BACKEND.plan(problem, knobs=knobs)
+    assert BACKEND.plan(replace(problem, max_tokens=480), knobs=knobs).detail[-1].order == "swap"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -14,7 +14,8 @@ from megamoe.problem import MoEProblem
 from megamoe.tune import Knob, Space
 from megamoe.tune.space import Rule
 from megamoe_sm90._drop.config import NativeConfig
-from megamoe_sm90.shim.variants import NATIVE_ROWS, NATIVE_TILES, SWAP_TILES, Operands, Variant
+from megamoe_sm90._drop.swap_config import SwapConfig
+from megamoe_sm90.shim.variants import NATIVE_ROWS, NATIVE_TILES, SMS, SWAP_TILES, Operands, Variant
 
 AUTO = "auto"
 
@@ -103,13 +104,19 @@ def variants_of(problem: MoEProblem, rungs: tuple[Rung, ...], operands: Operands
 
 
 def _swap_fault(problem: MoEProblem, rung: Rung) -> str:
-    """Why one launch in swap order cannot take so many tokens (their routing has to fit shared memory); "" when it can."""
-    if rung.order == "swap":
-        try:
-            Variant.of(problem, rung.order, rung.tile, rung.rows, rung.tokens, Operands())
-        except ValueError as error:
-            return str(error)
-    return ""
+    """Why one launch in swap order cannot take so many tokens (their routing has to fit shared memory, and the shares of K blocks 32 bits);
+    "" when it can."""
+    if rung.order != "swap":
+        return ""
+    try:
+        config = Variant.of(problem, rung.order, rung.tile, rung.rows, rung.tokens, Operands()).config
+    except ValueError as error:
+        return str(error)
+    assert isinstance(config, SwapConfig)
+    # A CTA's share begins at units * cta // grid, in int32.
+    units = config.blocks * max(config.tiles1 * config.k1, config.tiles2 * config.k2)
+    most = (2**31 - 1) // SMS
+    return f"{units} K blocks; allowed: {most}" if units > most else ""
 
 
 def _swap_rungs(problem: MoEProblem, knobs: Mapping[str, object]) -> list[Rung]:
