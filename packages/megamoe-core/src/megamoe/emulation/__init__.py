@@ -22,5 +22,19 @@ from megamoe.emulation.assemble import assemble
 from megamoe.emulation.fences import unfenced_loads
 from megamoe.emulation.load import ARCHS, Emulation, current, emulate
 from megamoe.emulation.rewrite import Options, Rewritten, rewrite
+from megamoe.errors import EmulationError, EmulationFault, UnsupportedInstruction
 
-__all__ = ["ARCHS", "Emulation", "Options", "Rewritten", "assemble", "current", "emulate", "rewrite", "unfenced_loads"]
+__all__ = [
+    "ARCHS",
+    "Emulation",
+    "EmulationError",
+    "EmulationFault",
+    "Options",
+    "Rewritten",
+    "UnsupportedInstruction",
+    "assemble",
+    "current",
+    "emulate",
+    "rewrite",
+    "unfenced_loads",
+]
