@@ -47,7 +47,7 @@ def test_cells_of_registers(pure, code, shape, registers):
 
 
 def test_rewritten_register_offsets_are_the_cells():
-    from megamoe.emulation.table import LOAD_SHAPES, register_offset
+    from megamoe.emulation.replacements import LOAD_SHAPES, register_offset
 
     for shape, code in LOAD_SHAPES.items():
         cells = model.load_cells(shape, 32)

@@ -2,6 +2,7 @@
 
     ptx.py       PTX text as statements, and back
     table.py     the instruction table: form, replacement, test
+    replacements.py  the code that takes an instruction's place
     emit.py      writing replacement code
     regions.py   regions of one elected thread as work of its warp
     delayed.py   delayed mode for registers and bulk stores

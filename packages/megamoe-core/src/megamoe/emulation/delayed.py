@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from megamoe.emulation.emit import Code, Collective, Names
 from megamoe.emulation.ptx import Instruction
-from megamoe.emulation.table import find, tmem_access, tmem_base
+from megamoe.emulation.replacements import tmem_access, tmem_base
+from megamoe.emulation.table import find
 
 _BULK_STORE = re.compile(r"cp\.(reduce\.)?async\.bulk(\.tensor\.\dd)?\.global\.shared::cta\..*bulk_group.*")
 _ACCESS = re.compile(r"tcgen05\.(?P<what>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.x\d+\.b32")
