@@ -402,6 +402,8 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         rows, scales = self.rows_of_x()
         if cutlass.const_expr(c.quantize):
             deadline.wait_ge(w.bank + regions.QUANTIZED, w.grid, w.control, regions.SITE_QUANTIZED, Int32(0), w.wait_ms)
+            # Other CTAs wrote these rows with ordinary stores; bulk copies read them through the async proxy.
+            memory.proxy_fence()
         dispatch.move_rows(
             rows,
             scales,
