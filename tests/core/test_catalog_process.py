@@ -81,13 +81,13 @@ held = threading.Event()
 def hold():
     with catalog._lock:
         held.set()
-        time.sleep(5)
+        time.sleep(60)
 threading.Thread(target=hold, daemon=True).start()
 held.wait()
 child = os.fork()
 if child == 0:
     import signal
-    signal.alarm(4)  # a child that waits for the parent's thread is ended, and fails
+    signal.alarm(30)  # a child that waits for the parent's thread is ended, and fails
     os._exit(0 if [r.name for r in catalog.backends(refresh=True)] == names else 1)
 sys.exit(os.waitpid(child, 0)[1])
 """

@@ -55,6 +55,6 @@ def test_a_process_that_dies_is_reported():
 def test_a_rank_that_hangs_is_ended_and_says_where_it_was():
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="in sleeps") as caught:
-        launch(sleeps, 2, timeout=3.0)
+        launch(sleeps, 2, timeout=15.0)
     assert list(caught.value.errors) == [1]
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60

@@ -15,6 +15,9 @@ from megamoe.errors import PeerAborted, PeerTimeout, SessionClosed
 RANKS = 3
 WORLD = (5, 1, 8)
 SECONDS = 0.6
+"""How long those wait who wait in vain."""
+ENOUGH = 60.0
+"""How long those wait who must not wait in vain, on a machine however busy."""
 
 
 class FakeFabric:
@@ -44,15 +47,15 @@ class FakeFabric:
 
 
 class Ranks:
-    """Three sessions that share a store; ``epochs`` are the launches each has made."""
+    """Three sessions that share a store; ``epochs`` are the launches each has made, ``seconds`` how long they wait for each other."""
 
-    def __init__(self, name, epochs=(7, 7, 7)):
+    def __init__(self, name, epochs=(7, 7, 7), seconds=ENOUGH):
         store, words = HashStore(), {}
         self.fabrics = [FakeFabric(rank, words, epochs[rank]) for rank in range(RANKS)]
         self.lives = []
         for rank in range(RANKS):
             group = Group(rank, RANKS, WORLD, handle=None)
-            meeting = Rendezvous(group, SECONDS, store)
+            meeting = Rendezvous(group, seconds, store)
             # Threads share what a process has once: every rank of this test is in the same series.
             meeting._store = type(meeting._store)(name, store)
             self.lives.append(Lifecycle(group, meeting, self.fabrics[rank], 30.0))
@@ -104,11 +107,11 @@ def test_a_reset_of_a_healthy_session_disturbs_nobody():
     assert all(fabric.failure is None for fabric in ranks.fabrics)
 
 
-def test_reset_without_a_dead_rank_names_it_and_close_then_meets_nobody():
-    ranks = Ranks("death")
+def test_reset_without_a_dead_rank_names_it_and_close_then_meets_nobody(monkeypatch):
+    ranks = Ranks("death", seconds=SECONDS)
     start = time.monotonic()
     errors = ranks.on([0, 2], Lifecycle.reset)
-    assert SECONDS <= time.monotonic() - start < 3 * SECONDS
+    assert SECONDS <= time.monotonic() - start < ENOUGH
     for error in errors:
         assert isinstance(error, PeerAborted)
         assert error.rank == 1
@@ -118,9 +121,8 @@ def test_reset_without_a_dead_rank_names_it_and_close_then_meets_nobody():
     with pytest.raises(PeerAborted, match="is gone"):
         ranks.lives[0].reset()
 
-    start = time.monotonic()
+    monkeypatch.setattr(Rendezvous, "meet", lambda *_: pytest.fail("a close after a death waits for nobody"))
     assert ranks.on([0, 2], Lifecycle.close) == [False, False]
-    assert time.monotonic() - start < SECONDS
     with pytest.raises(SessionClosed):
         ranks.lives[0].check()
 
@@ -129,20 +131,20 @@ def test_close_is_collective_safe_to_repeat_and_ends_without_a_dead_rank():
     ranks = Ranks("close")
     assert ranks.on(range(RANKS), Lifecycle.close) == [True] * RANKS
     assert ranks.lives[0].close() is True
-    half = Ranks("half")
+    half = Ranks("half", seconds=SECONDS)
     start = time.monotonic()
     assert half.on([0, 1], Lifecycle.close) == [False, False]
-    assert time.monotonic() - start < 3 * SECONDS
+    assert time.monotonic() - start < ENOUGH
 
 
 def test_a_meeting_exchanges_words_by_rank_and_waits_for_the_last():
     store = HashStore()
-    meetings = [Rendezvous(Group(rank, 2, (4, 6), handle=None), SECONDS, store) for rank in range(2)]
+    meetings = [Rendezvous(Group(rank, 2, (4, 6), handle=None), ENOUGH, store) for rank in range(2)]
     meetings[1]._store = meetings[0]._store
     words = {}
 
     def late():
-        time.sleep(SECONDS / 3)
+        time.sleep(SECONDS)
         words[1] = meetings[1].meet("words", "of one")
 
     thread = threading.Thread(target=late)
@@ -159,7 +161,7 @@ def test_one_rank_needs_no_store():
 
 def test_meetings_leave_no_words_behind_but_the_last_ones():
     store = HashStore()
-    meetings = [Rendezvous(Group(rank, 2, (0, 1), handle=None), SECONDS, store) for rank in range(2)]
+    meetings = [Rendezvous(Group(rank, 2, (0, 1), handle=None), ENOUGH, store) for rank in range(2)]
     meetings[1]._store = meetings[0]._store
     with ThreadPoolExecutor(2) as pool:
         for _ in range(5):

@@ -309,7 +309,7 @@ def test_a_rank_that_cannot_go_on_tells_the_others():
 
 def lost_peer(rank):
     """Rank 1 vanishes without a word."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=30))
     trial = make_trial(problem(), ranks=2, seed=78)
     s = BACKEND.open_session(plan := BACKEND.plan(trial.problem, ranks=2), BACKEND.prepare_weights(plan, trial.local_weights(rank)), group)
     if rank == 1:
@@ -324,7 +324,7 @@ def lost_peer(rank):
 
 
 def test_a_peer_that_vanishes_is_an_error_and_no_hang():
-    first, second, third = launch(lost_peer, 2, timeout=30.0)[0]
+    first, second, third = launch(lost_peer, 2, timeout=120.0)[0]
     assert first[0] == "PeerAborted"
     assert "A collective among the ranks failed" in first[1]
     assert first[2] == -1

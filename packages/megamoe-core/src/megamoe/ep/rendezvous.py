@@ -6,6 +6,7 @@ which one, or hangs, and leaves the group unusable.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from datetime import timedelta
@@ -86,8 +87,10 @@ class Rendezvous:
 
     def _arrived(self, key: str, end: float) -> bool:
         assert self._store is not None
+        # The store counts whole milliseconds; rounded up, so that nobody is given up before the deadline.
+        left = max(math.ceil(1000 * (end - time.monotonic())), 1)
         try:
-            self._store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.001)))
+            self._store.wait([key], timedelta(milliseconds=left))
         except dist.DistStoreError:
             return False
         return True
