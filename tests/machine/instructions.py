@@ -57,7 +57,13 @@ class Instructions(Arithmetic):
     def _nothing(self, p, o):
         return ";"
 
-    do_fence = do_membar = do_prefetch = do_prefetchu = do_setmaxnreg = do_griddepcontrol = do_discard = do_applypriority = _nothing
+    def do_fence(self, p, o):
+        if p[1:3] != ["proxy", "async"]:
+            return ";"
+        spaces = [word.split("::")[0] for word in p[3:]] or ["shared", "global"]
+        return f"proxy_fence(t, {str('shared' in spaces).lower()}, {str('global' in spaces).lower()});"
+
+    do_membar = do_prefetch = do_prefetchu = do_setmaxnreg = do_griddepcontrol = do_discard = do_applypriority = _nothing
 
     def do_nanosleep(self, p, o):
         return f"sleep_for(t, {self.value(o[0], 'u32')});"
