@@ -89,10 +89,14 @@ class Ran:
     Attributes:
         switches: between threads.
         nanoseconds: of virtual time.
+        unseen: words that bulk and tensor loads read with no fence.proxy.async since they were written; they got poison.
+        text: the first of them.
     """
 
     switches: int
     nanoseconds: int
+    unseen: int
+    text: str
 
 
 def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, most_idle: int = 200_000) -> Ran:
@@ -116,12 +120,12 @@ def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, mo
         at.stop_after, at.start = launch.stop_after, launch.start
     intervals = _intervals(buffers)
     table = (ctypes.c_uint64 * (2 * len(intervals)))(*(word for interval in intervals for word in interval))
-    statistics, text = (ctypes.c_uint64 * 2)(), ctypes.create_string_buffer(1 << 16)
+    statistics, text = (ctypes.c_uint64 * 3)(), ctypes.create_string_buffer(1 << 16)
     limits = (ctypes.c_uint64(seed), ctypes.c_uint64(most_idle))
     failed = _runtime().machine_run(given, len(given), table, len(intervals), *limits, statistics, text, ctypes.c_uint64(len(text)))
     if failed:
         raise MachineFault(text.value.decode())
-    return Ran(*statistics)
+    return Ran(*statistics, text.value.decode())
 
 
 def _intervals(buffers: Iterable[Any]) -> list[tuple[int, int]]:

@@ -52,13 +52,13 @@ def consequence(order, change):
         except MachineFault as fault:
             return str(fault)
         if not same_bytes(out, good):
-            return "wrong bytes"
+            return f"wrong bytes; {layer.ran.text}"
     return ""
 
 
 TRY_WAIT, WGMMA_WAIT = r"mbarrier\.try_wait\.parity[^;]*;", r"wgmma\.wait_group\.sync\.aligned\s+\d;"
 PLANTED = {
-    "products are never waited for": ("gather", everywhere(WGMMA_WAIT, ""), "wrong bytes|has not waited for"),
+    "products are never waited for": ("gather", everywhere(WGMMA_WAIT, ""), "wrong bytes|has not waited for|no fence.proxy"),
     "one wait too weak": (
         "native",
         nth(r"wgmma\.wait_group\.sync\.aligned\s+0;", -1, "wgmma.wait_group.sync.aligned 1;"),
@@ -72,6 +72,21 @@ PLANTED = {
         "native",
         everywhere(r"cp\.async\.bulk\.wait_group\s+0;", ""),
         "wrong bytes|CTA ends while the bulk store",
+    ),
+    "no proxy fence before rows are copied": (
+        "native",
+        nth(r"fence\.proxy\.async;", 0, ""),
+        "wrong bytes.*reads what line .* wrote, and there is no fence.proxy.async",
+    ),
+    "no proxy fence before products of gathered rows": (
+        "gather",
+        everywhere(r"fence\.proxy\.async\.shared::cta;", ""),
+        "reads what line .* wrote, and there is no fence.proxy.async",
+    ),
+    "no proxy fence before tiles of intermediate rows": (
+        "swap",
+        everywhere(r"fence\.proxy\.async\.global;", ""),
+        "wrong bytes.*reads what line .* wrote, and there is no fence.proxy.async",
     ),
     "copies that nobody counts": ("gather", everywhere(r"cp\.async\.mbarrier\.arrive\.noinc[^;]*;", ""), "no thread can go on"),
     "a barrier expects too little": ("native", nth(r"mov\.b32\s+%r\d+, 32768;", 0, ""), "arrivals|wrong bytes|can go on|overflows"),

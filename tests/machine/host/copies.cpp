@@ -91,6 +91,16 @@ static void send(Thread* thread, Pending&& p) {
   pause_sometimes(fiber(thread));
 }
 
+/* What a load may not see yet arrives as poison: a box may reach over what nobody uses. */
+static void hide(Thread* t, Pending& p, char* to, u64 address, u32 size, Cta* owner) {
+  static const char poison[GRANULE] = {-1, -1, -1, -1};
+  for (u32 offset : unseen(fiber(t), (void*)address, size, nullptr)) {
+    p.pieces.push_back({to + offset, poison});
+    p.sizes.push_back(size - offset < GRANULE ? size - offset : GRANULE);
+    p.owners.push_back(owner);
+  }
+}
+
 static void check_line(Thread* t, u64 address, u32 size, const char* what) {
   if (address % 16 || size % 16 || !size) fail(t, format("bulk copy of %u bytes %s %#llx: not aligned to 16", size, what, (unsigned long long)address));
 }
@@ -111,13 +121,13 @@ void bulk_load(Thread* t, u64 shared, u64 global, u32 size, u64 barrier, u32 mul
   check_line(t, global, size, "from");
   check_line(t, shared, size, "to");
   check_global(t, global, size, 16);
-  async_read(fiber(t), (void*)global, size, nullptr);
   Pending p;
   for (u32 rank : receivers(t, shared, multicast)) {
     Cta* cta;
     p.pieces.push_back({shared_of(fiber(t), in_rank(shared, rank), size, &cta), (const char*)global});
     p.sizes.push_back(size);
     p.owners.push_back(cta);
+    hide(t, p, p.pieces.back().first, global, size, cta);
     char* at = shared_of(fiber(t), multicast ? in_rank(barrier, rank) : barrier, 8, &cta);
     p.barriers.push_back({at, size});
     p.ctas.push_back(cta);
@@ -215,14 +225,14 @@ void tensor_load(Thread* t, int rank, u64 shared, u64 map, const s32* corner, u6
   Pending p;
   const auto ranks = receivers(t, shared, multicast);
   const u32 bytes = walk(t, m, corner, shared, [&](u64 to, u64 address, u32 have) {
-    if (have) {
-      check_global(t, address, have, m.size);
-      async_read(fiber(t), (void*)address, have, nullptr);
-    }
+    if (have) check_global(t, address, have, m.size);
     for (u32 r : ranks) {
       Cta* owner;
       char* place = shared_of(fiber(t), in_rank(to, r), CHUNK, &owner);
-      if (have) p.pieces.push_back({place, (const char*)address}), p.sizes.push_back(have), p.owners.push_back(owner);
+      if (have) {
+        p.pieces.push_back({place, (const char*)address}), p.sizes.push_back(have), p.owners.push_back(owner);
+        hide(t, p, place, address, have, owner);
+      }
       if (have < CHUNK) p.pieces.push_back({place + have, nullptr}), p.sizes.push_back(CHUNK - have), p.owners.push_back(owner);
     }
   });

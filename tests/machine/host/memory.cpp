@@ -78,11 +78,11 @@ static Written* records(const void* at, u32 size, Cta* shared, bool make, u32* c
   } else {
     Machine::Buffer* buffer = find(address, size);
     if (!buffer || (buffer->written.empty() && !make)) return nullptr;
-    if (buffer->written.empty()) buffer->written.resize((buffer->end >> 4) - (buffer->begin >> 4) + 1);
+    if (buffer->written.empty()) buffer->written.resize(buffer->end / GRANULE - buffer->begin / GRANULE + 1);
     begin = buffer->begin, all = &buffer->written;
   }
-  const u64 first = (address >> 4) - (begin >> 4);
-  *count = (u32)((address + size - 1) >> 4) - (u32)(address >> 4) + 1;
+  const u64 first = address / GRANULE - begin / GRANULE;
+  *count = (u32)((address + size - 1) / GRANULE - address / GRANULE) + 1;
   return &(*all)[first];
 }
 
@@ -99,19 +99,28 @@ void async_write(const void* at, u32 size, Cta* shared) {
   for (u32 i = 0; w && i < count; i++) w[i].time = 0;
 }
 
-/* The warps that wrote, or those that read now, have a fence in between. */
-void async_read(Fiber* t, const void* at, u32 size, Cta* shared, u32 warps) {
+/* Seen is what the warp that wrote it, or one of those that read now, has fenced since. */
+std::vector<u32> unseen(Fiber* t, const void* at, u32 size, Cta* shared, u32 warps) {
   u32 count = 0;
+  std::vector<u32> found;
   Written* w = records(at, size, shared, false, &count);
-  if (!w) return;
+  if (!w) return found;
   const u32 own = t->of->first_warp + t->warp / warps * warps;
   auto fenced = [&](u32 warp) { return shared ? M->fences[warp].shared : M->fences[warp].global; };
   for (u32 i = 0; i < count; i++) {
     if (!w[i].time || fenced(w[i].warp) > w[i].time) continue;
     bool seen = false;
     for (u32 k = 0; k < warps; k++) seen |= fenced(own + k) > w[i].time;
-    if (!seen) fail(t, format("the asynchronous proxy reads what line %d wrote, and there is no fence.proxy.async between", w[i].line));
+    if (seen) continue;
+    if (!M->unseen_loads++)
+      M->unseen = place_of(t) + format(": the asynchronous proxy reads what line %d wrote, and there is no fence.proxy.async between", w[i].line);
+    found.push_back(i * GRANULE);
   }
+  return found;
+}
+
+void async_read(Fiber* t, const void* at, u32 size, Cta* shared, u32 warps) {
+  if (!unseen(t, at, size, shared, warps).empty()) fail_at(M->unseen);
 }
 
 void proxy_fence(Thread* thread, bool shared, bool global) {

@@ -15,7 +15,8 @@ struct Cta;
 struct Fiber;
 struct Op;
 
-struct Written { /* by the generic proxy: 16 bytes of memory */
+const u32 GRANULE = 4;
+struct Written { /* by the generic proxy: so many bytes of memory */
   u32 time = 0, warp = 0; /* 0: not, or the asynchronous proxy has written it since */
   int line = 0;
 };
@@ -144,7 +145,8 @@ struct Machine {
   std::vector<Buffer> buffers;
   std::vector<ProxyFences> fences;
   u32 now = 0; /* counts writes and fences */
-  std::string fault;
+  std::string fault, unseen; /* the latter: the first load of what may not be seen yet */
+  u64 unseen_loads = 0;
   bool failed = false;
 };
 extern Machine* M;
@@ -171,7 +173,10 @@ void check_global(Thread*, u64 address, u64 size, u32 alignment);
 void generic_write(Fiber*, const void* at, u32 size, Cta* shared);
 void async_write(const void* at, u32 size, Cta* shared);
 void async_read(Fiber*, const void* at, u32 size, Cta* shared, u32 warps = 1);
+/* Offsets of granules that the asynchronous proxy may not see yet. */
+std::vector<u32> unseen(Fiber*, const void* at, u32 size, Cta* shared, u32 warps = 1);
 std::string format(const char*, ...);
+std::string place_of(Thread*);
 [[noreturn]] void fail_at(const std::string& what);
 static inline Fiber* fiber(Thread* t) { return static_cast<Fiber*>(t); }
 [[noreturn]] static inline void fail(Thread* t, const std::string& what) { fail(t, what.c_str()); }
