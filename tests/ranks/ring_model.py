@@ -85,7 +85,8 @@ class Ring:
         pullers = tuple((p.row, tuple(p.pending), tuple(p.read.items()), p.taken) for p in self.pullers)
         held = tuple(map(tuple, self.held))
         counters = tuple(self.ready), tuple(self.fc1), tuple(self.fc2), self.claims
-        return pullers, held, counters, tuple(sorted(self.pool.items())), tuple(sorted(self.mid.items())), tuple(sorted(self.carrier.items()))
+        places = (tuple(sorted(found.items())) for found in (self.pool, self.mid, self.carrier))
+        return pullers, held, counters, *places
 
     def ended(self):
         return all(p.row >= self.total for p in self.pullers) and self.claims == self.blocks * (self.n1 + self.n2) and not any(self.held)

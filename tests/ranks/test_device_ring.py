@@ -1,4 +1,4 @@
-"""A ring of pool and mid rows that is much smaller than what may come, lane by lane on the CPU: nothing is overwritten before it was read."""
+"""A ring of pool and mid rows that is much smaller than what may come, lane by lane on the CPU: no row is overwritten before its time."""
 
 import random
 import struct

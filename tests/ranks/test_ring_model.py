@@ -1,4 +1,4 @@
-"""The ring of rows under the task stream, model-checked: no deadlock and no lost row from two groups on; smaller rings and other rules fail."""
+"""The ring of rows under the task stream, model-checked: two groups and more never stand still; smaller rings and other rules fail."""
 
 import random
 from dataclasses import replace
@@ -27,11 +27,13 @@ def test_rings_of_two_groups_and_more_never_stand_still_and_lose_nothing(group):
             assert ring.fc2 == [ring.n2] * ring.blocks
 
 
-@pytest.mark.parametrize(("valid", "tokens", "slots"), [((1, 1, 1, 1), (0, 1, 0, 1), 1), ((1, 1, 1), (0, 0, 0), 2), ((1, 1, 1, 1), (0, 0, 1, 1), 2)])
-def test_every_interleaving_of_a_small_launch(valid, tokens, slots):
+@pytest.mark.parametrize(("tokens", "slots"), [((0, 1, 0, 1), 1), ((0, 0, 0), 2), ((0, 0, 1, 1), 2)])
+def test_every_interleaving_of_a_small_launch(tokens, slots):
+    """A row a block."""
+
     def small():
         rows = dict(enumerate(tokens))
-        return Ring(list(valid), rows, size=1, group=1, n1=1, n2=1, span=2, ahead=2, ctas=2, slots=slots, rules=Rules())
+        return Ring([1] * len(rows), rows, size=1, group=1, n1=1, n2=1, span=2, ahead=2, ctas=2, slots=slots, rules=Rules())
 
     assert explore(small, limit=200_000) > 1000
 

@@ -5,13 +5,15 @@ from there. Pool and mid are rings of `span` blocks: a row goes to its number mo
 brings or copies a token becomes its carrier, and only where the latest one is gone too the token crosses to this rank again.
 
 Why nobody waits for good, by induction over the tasks and rows in stream order:
-- a row waits for lower rows (its warp's, its carrier) and for FC2 of blocks two groups of the stream and more before it, because `ahead` and
-  `span` are at least two groups. FC2 of a group comes before FC1 of the second group behind it, so in the stream before all tasks that take
-  the row. Of a batch only the first row waits, others go along when they can: a row that is there never waits for a higher one;
-- a task waits for rows of its block or for tasks before it, and tasks are claimed in stream order by CTAs that are all running;
+- a row waits for lower rows (its warp's, its carrier) and for FC2 of the blocks `ahead` and `span` before its own. Both are at least two
+  groups of the stream, and FC2 of a group comes before FC1 of the second group behind it: so before all tasks that take the row;
+- of a batch only the first row waits, others go along when they can: no row waits for a higher one;
+- a task waits for rows of its block or for tasks before it; tasks are claimed in stream order, by CTAs that are all running, and a CTA
+  works on its own in that order;
 - this warp has no other duty, so it never waits behind a task of its CTA;
-- of a peer it needs what lies in its memory since the counts came, never its progress.
-So the first task or row that is not through can go on. The same blocks' FC2 has read mid, which FC1 of the row's block overwrites.
+- of a peer it needs what lies in that peer's memory since its counts came, never its progress.
+So the first task or row that is not through can go on. With the pool row goes the mid row: FC1 of a block finds its rows in the pool only
+after FC2 of the block that had them has read mid.
 """
 
 import cutlass

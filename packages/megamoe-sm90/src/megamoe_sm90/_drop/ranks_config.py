@@ -15,8 +15,8 @@ class RanksConfig(NativeConfig):
     """One compiled kernel, the same on all ranks.
 
     experts: most that a rank holds. ranks: how many there are. max_tokens: most that a rank brings. total: logical experts of the layer.
-    copies: most copies of a logical expert, 0 where physical experts are the logical ones in order. ring: groups of the task stream whose rows pool and mid
-    hold at a time, see LEAST_RING; 0 for all that may come. delays: random waits at every step, for tests.
+    copies: most copies of a logical expert, 0 where physical experts are the logical ones in order. ring: groups of the task stream whose
+    rows pool and mid hold at a time, LEAST_RING or more, or 0 for all that may come. delays: random waits at every step, for tests.
     """
 
     ranks: int = 2
