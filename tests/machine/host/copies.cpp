@@ -156,7 +156,7 @@ static Map decode(Thread* t, u64 at, int rank) {
   if (at % 64) fail(t, "tensor map that is not aligned to 64 bytes");
   u64 q[16];
   memcpy(q, (void*)at, 128);
-  static const u32 sizes[16] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+  static const u32 sizes[16] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4};
   Map m{};
   m.rank = (int)(q[1] >> 4 & 7) + 1;
   m.size = sizes[q[1] >> 7 & 15];

@@ -41,10 +41,12 @@ void wgmma(Thread* thread, const Products& what, u32* const* accumulators) {
   if (what.a_registers) memcpy(&op.a[4 * lane], what.a_registers, 16);
   auto& places = op.places[lane];
   places.assign(accumulators, accumulators + what.n / 2);
-  bool chained = false;
-  for (u64 i = t->waited; i < number && !chained; i++) chained = g.ops[i - g.first]->places[lane][0] == places[0];
-  if (!chained)
+  Op* before = nullptr; /* the last product under way into the same accumulators */
+  for (u64 i = t->waited; i < number; i++)
+    if (g.ops[i - g.first]->places[lane][0] == places[0]) before = g.ops[i - g.first].get();
+  if (!before)
     for (u32* p : places) op.values[lane].push_back(*p);
+  else if (before->done) op.values[lane] = before->values[lane];
   for (u32* p : places) *p = POISON;
   if (++op.joined == GROUP_THREADS) {
     list(g);
@@ -119,16 +121,15 @@ static void perform(Group& g, u64 index) {
   }
   for (int lane = 0; lane < GROUP_THREADS; lane++) {
     auto& values = op.values[lane];
-    if (values.empty()) { /* the accumulators of an earlier product */
-      for (u64 i = index; i-- > 0;)
-        if (g.ops[i]->places[lane][0] == op.places[lane][0]) {
-          values = g.ops[i]->values[lane];
-          break;
-        }
-    }
     for (int i = 0; i < n / 2; i++) {
       const float sum = (o.keep ? f(values[i]) : 0.0f) + product[row_of(lane, i) * n + column_of(lane, i)];
       values[i] = canonical(sum);
+    }
+    for (u64 i = index + 1; i < g.ops.size(); i++) { /* the next product into them goes on from here */
+      Op& next = *g.ops[i];
+      if (next.places[lane].empty() || next.places[lane][0] != op.places[lane][0]) continue;
+      next.values[lane] = values;
+      break;
     }
   }
   op.done = true;
