@@ -17,11 +17,7 @@ class NotTranslated(Exception):
     """The machine does not know an instruction or an operand."""
 
 
-WIDTH = (
-    {"pred": 8, "b128": 128}
-    | {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)}
-    | {"bf16": 16, "f16x2": 32, "bf16x2": 32}
-)
+WIDTH = {"pred": 8, "b128": 128} | {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)} | {"bf16": 16, "f16x2": 32, "bf16x2": 32}
 _SPECIAL = {
     "%laneid": "t->lane",
     "%warpid": "t->warp",
@@ -331,9 +327,7 @@ class Instructions:
         return self.put(o[0], f"({value} ? 63 - __builtin_clzll({value}) : -1)", "u32")
 
     def do_bfe(self, p, o):
-        return self.put(
-            o[0], f"field<{_cpp(p[-1])}>({self.value(o[1], p[-1])}, {self.value(o[2], 'u32')}, {self.value(o[3], 'u32')})", p[-1]
-        )
+        return self.put(o[0], f"field<{_cpp(p[-1])}>({self.value(o[1], p[-1])}, {self.value(o[2], 'u32')}, {self.value(o[3], 'u32')})", p[-1])
 
     def do_bfi(self, p, o):
         _only(p[1:], {"b32"})
@@ -437,9 +431,7 @@ class Instructions:
             name = {"rzi": "truncf", "rni": "rintf", "rmi": "floorf", "rpi": "ceilf"}[(words - {"ftz"}).pop()]
             low, high = ("-2147483648.0", "2147483647.0") if to == "s32" else ("0.0", "4294967295.0")
             value = f"(double){name}({self.value(o[1], 'f32')})"
-            return self.put(
-                o[0], f"({_cpp(to)})(!({value} == {value}) ? 0 : {value} < {low} ? {low} : {value} > {high} ? {high} : {value})", to
-            )
+            return self.put(o[0], f"({_cpp(to)})(!({value} == {value}) ? 0 : {value} < {low} ? {low} : {value} > {high} ? {high} : {value})", to)
         raise NotTranslated("conversion")
 
     # ---- control ----
@@ -611,9 +603,7 @@ class Instructions:
             expects = "expect_tx" in p
             count = self.value(rest[1], "u32") if len(rest) > 1 and not expects else "1"
             expected = self.value(rest[1], "u32") if expects else "0"
-            call = (
-                f"mbarrier_arrive(t, {self.where(rest[0], 'shared')}, {count}, {expected}, {'true' if what == 'arrive_drop' else 'false'})"
-            )
+            call = f"mbarrier_arrive(t, {self.where(rest[0], 'shared')}, {count}, {expected}, {'true' if what == 'arrive_drop' else 'false'})"
             return self.put(to, call, "b64") if to else f"{call};"
         if what in ("try_wait", "test_wait"):
             parity = self.value(o[2], "u32") if "parity" in p else f"(u32)({self.bits(o[2])})"

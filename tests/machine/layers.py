@@ -1,11 +1,11 @@
 """The sm90 kernels as sessions launch them, on the machine: real configurations, workspaces and argument lists, memory of this process.
 
-layer = OneRank(problem, "native", 128, "pool", grid=4)
-out = layer.run(layer.trial.inputs[0], seed=3)
-assert layer.trial.judge(0, out).ok
+    layer = OneRank(problem, "native", 128, "pool", grid=4)
+    out = layer.run(layer.trial.inputs[0], seed=3)
+    assert layer.trial.judge(0, out).ok
 
-layer = Ranks(problem, 2, grid=3)
-outs = layer.run(layer.trial.inputs, seed=3)             # every rank's launch at once
+    layer = Ranks(problem, 2, grid=3)
+    outs = layer.run(layer.trial.inputs, seed=3)             # every rank's launch at once
 """
 
 from __future__ import annotations
@@ -144,9 +144,7 @@ class OneRank:
             lambda: shim_launch.Call(self.variant, self.weights.addresses, self.workspace.addresses(self.variant), deadline),
         )
 
-    def run(
-        self, inputs: Inputs, *, x_scale: torch.Tensor | None = None, seed: int = 0, change: Callable[[Launch], Launch] = lambda a: a
-    ) -> torch.Tensor:
+    def run(self, inputs: Inputs, *, x_scale: torch.Tensor | None = None, seed: int = 0, change: Callable[[Launch], Launch] = lambda a: a) -> torch.Tensor:
         """One launch into an output without numbers."""
         out = unwritten(inputs.x.shape[0], self.problem.hidden)
         given = (inputs.x, x_scale, inputs.topk_ids, inputs.topk_weights, out)

@@ -50,9 +50,7 @@ def translate(text: str) -> Translated:
 
 def _params(header: str) -> tuple[dict[str, int], list[tuple[int, int]], int]:
     offsets, sizes, at = {}, [], 0
-    for align, kind, name, count in re.findall(
-        r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\S*\s+(?:\.\w+\s+)*(?:\.align \d+\s+)?)?([\w$]+)(?:\[(\d+)\])?", header
-    ):
+    for align, kind, name, count in re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\S*\s+(?:\.\w+\s+)*(?:\.align \d+\s+)?)?([\w$]+)(?:\[(\d+)\])?", header):
         size = WIDTH[kind] // 8 * int(count or 1)
         alignment = max(int(align or 0), WIDTH[kind] // 8)
         at = -(-at // alignment) * alignment
