@@ -69,8 +69,23 @@ def test_batches_whose_rows_wait_for_each_other_stand_still():
     assert found(random.Random(3), rules, blocks=8, size=2, group=1, span=2, ahead=2, slots=5) == "nothing can go on"
 
 
+def expected_crossings(ring):
+    """Times that tokens cross if a copy finds what is at most ``span - ahead`` blocks behind it, and what nothing will overwrite."""
+    last, crossings = {}, 0
+    for row in sorted(ring.tokens):
+        block, before = row // ring.size, last.get(ring.tokens[row])
+        lost = before is not None and block - before > ring.span - ring.ahead and before + ring.span < ring.blocks
+        crossings += before is None or lost
+        last[ring.tokens[row]] = block
+    return crossings
+
+
 def test_tokens_cross_once_while_the_ring_holds_them():
     rng = random.Random(4)
-    for _ in range(20):
-        ring = walk(make(rng, 6, 3, 1, span=6, ahead=4), rng)
-        assert ring.crossed == len(set(ring.tokens.values()))
+    for span, ahead in [(6, 4), (4, 2), (8, 2), (8, 4), (20, 4)] * 8:
+        blocks = rng.randint(span, 20)
+        ring = walk(make(rng, blocks, 3, 1, span, ahead), rng)
+        tokens, rows = len(set(ring.tokens.values())), len(ring.tokens)
+        assert tokens <= ring.crossed <= expected_crossings(ring) <= rows
+        if blocks == span:
+            assert ring.crossed == tokens

@@ -1,8 +1,9 @@
 """Dispatch by pull: one warp a CTA brings rows from their source ranks into the pool, each token once; further copies are made here.
 
-Pool rows are taken in stream order. The row of a token's smallest expert on this rank is its carrier; rows of its other experts are copied
-from there. Pool and mid are rings of `span` blocks: a row goes to its number modulo their rows. So a carrier may be gone; every row that
-brings or copies a token becomes its carrier, and only where the latest one is gone too the token crosses to this rank again.
+Rows are taken in stream order. The row of a token's smallest expert on this rank is its carrier; rows of its other experts are copied from
+there. Pool and mid are rings of `span` blocks: a row goes to its number modulo their rows. So a carrier may be gone; every row that brings
+or copies a token becomes its carrier, and where the latest one is gone too the token crosses to this rank again. That one is there until
+FC2 of the block `span - ahead` behind it is complete: a token crosses once where its rows follow each other within about so many blocks.
 
 Why nobody waits for good, by induction over the tasks and rows in stream order:
 - a row waits for lower rows (its warp's, its carrier) and for FC2 of the blocks `ahead` and `span` before its own. Both are at least two

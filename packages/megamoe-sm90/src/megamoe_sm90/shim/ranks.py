@@ -128,7 +128,7 @@ class RanksVariant:
 def ring_of(config: RanksConfig) -> int:
     """Groups of the ring where the plan does not say, see :class:`Choice`."""
     row = (config.hidden + config.intermediate) * config.element + (4 * (config.kb1 + config.kb2) if config.block_scales else 0)
-    return max(AHEAD, _RING_BYTES // int(config.group * config.tile_m * row))
+    return int(max(AHEAD, _RING_BYTES // (config.group * config.tile_m * row)))
 
 
 class RanksMemory:
