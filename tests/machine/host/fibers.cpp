@@ -274,7 +274,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
   M->contest = (u32[]){1, 2, 6, 20}[below(4)];
   M->most_idle = most_idle;
   current = nullptr;
-  for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1]});
+  for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1], {}});
   std::sort(M->buffers.begin(), M->buffers.end(), [](auto& a, auto& b) { return a.begin < b.begin; });
   const u64 origin = M->clock;
   for (u32 n = 0; n < count; n++) {
@@ -317,6 +317,9 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
       cluster->threads += g.block;
       const u32 warps = (g.block + 31) / 32;
       cta->meetings.resize(warps);
+      cta->first_warp = M->fences.size();
+      M->fences.resize(M->fences.size() + warps);
+      cta->written.resize((g.shared_bytes + 31) / 16);
       for (u32 w = 0; w < warps; w++) cta->priorities.push_back(random_number());
       cta->groups.resize((warps + 3) / 4);
       for (u32 tid = 0; tid < g.block; tid++) {
