@@ -165,7 +165,7 @@ class Ranks:
     Args:
         problem: the layer.
         ranks: how many.
-        tile: token rows of a tile, ``None`` for what sessions take.
+        tile, ring: see :class:`megamoe_sm90.shim.ranks.Choice`.
         grid: CTAs of each rank's launch.
         quantized: x comes in the format's type.
         delays: kernels with random waits.
@@ -179,6 +179,7 @@ class Ranks:
         ranks: int,
         *,
         tile: int | None = 128,
+        ring: int | None = None,
         grid: int = 3,
         biases: Sequence[str] = (),
         quantized: bool = False,
@@ -191,7 +192,7 @@ class Ranks:
         self.problem, self.ranks = problem, ranks
         self.trial = with_biases(make_trial(problem, ranks=ranks, tokens=tokens, seed=seed, pattern=pattern), biases)
         operands = Operands(quantized=quantized, sms=grid, **{name: True for name in biases})
-        self.variant = several.RanksVariant.of(problem, ranks, tile, operands, delays=delays)
+        self.variant = several.RanksVariant.of(problem, ranks, several.Choice(tile, ring), operands, delays=delays)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(several, "PROVED_RANKS", ranks)
             plan = Sm90Backend().plan(problem, ranks=ranks)

@@ -18,7 +18,7 @@ from megamoe.protocol import BackendSpec, PackedWeights, Plan, Reason, Region, V
 from megamoe.tune import Space
 from megamoe_sm90 import SPEC, __version__, ranks_plan
 from megamoe_sm90.session import Sm90Session
-from megamoe_sm90.shim.knobs import SPACE, ladder, variants_of
+from megamoe_sm90.shim.knobs import AUTO, SPACE, ladder, variants_of
 from megamoe_sm90.shim.variants import PACKAGES, Operands, sizes
 from megamoe_sm90.shim.weights import Sm90Weights
 
@@ -87,6 +87,10 @@ class Sm90Backend:
             raise UnsupportedProblem(verdict.reasons, subject="The sm90 backend does not support this problem")
         if ranks > 1:
             return self._plan_ranks(problem, ranks, values)
+        if values["ring"] != AUTO:
+            raise InvalidInput(
+                f"knob ring={values['ring']!r} on one rank; allowed: {AUTO!r}.", hint="rows travel, and need a ring, on several ranks alone"
+            )
         rungs = ladder(problem, values)
         variants = variants_of(problem, rungs, Operands())
         memory = [Region(name, nbytes, "local", _PURPOSES[name]) for name, nbytes in sizes(variants).items()]
@@ -106,8 +110,8 @@ class Sm90Backend:
         )
 
     def _plan_ranks(self, problem: MoEProblem, ranks: int, values: Mapping[str, object]) -> Plan:
-        tile = ranks_plan.tile_of(values)
-        variant = ranks_plan.variant(problem, ranks, tile)
+        choice = ranks_plan.choice_of(values)
+        variant = ranks_plan.variant(problem, ranks, choice)
         weights, math = _bounds(problem)
         return Plan(
             backend=SPEC.name,
@@ -120,7 +124,7 @@ class Sm90Backend:
             budgets={f"shared memory of native-{variant.config.tile_m} on {ranks} ranks": variant.config.shared_bytes},
             bounds={"all weights once": weights * variant.config.experts / problem.experts, "products of max_tokens": math},
             properties=ranks_plan.PROPERTIES,
-            detail=tile,
+            detail=choice,
         )
 
     def prepare_weights(self, plan: Plan, weights: ExpertWeights) -> Sm90Weights:

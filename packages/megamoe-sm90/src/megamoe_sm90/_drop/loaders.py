@@ -59,7 +59,7 @@ class Loaders:
                 if lane == 0:
                     words[at + 1] = e
                     words[at + 2] = tile
-                    words[at + 3] = block * c.tile_m
+                    words[at + 3] = self.place_of(block)
                     words[at + 4] = valid
                     words[at + 5] = block
             if lane == 0:
@@ -86,6 +86,14 @@ class Loaders:
                 memory.red_release(bank + regions.FC1_DONE + Int64(words[at + 5]) * 4, Int32(1))
         self.returned(words, at, used, lane)
         cute.arch.sync_warp()
+
+    def place_of(self, block):
+        """First row of a block in the pool and in mid."""
+        return block * self.c.tile_m
+
+    def first_route(self, pool, block):
+        """First row of a block in the list of routes, beside its first row in the pool."""
+        return pool
 
     def returned(self, words, at, used, lane):
         """An FC2 task that has come back needs no word here: the end of all tiles is waited for."""
@@ -336,7 +344,7 @@ class Loaders:
                 if cutlass.const_expr(c.early) or kind == stream.FC2:
                     for i in cutlass.range_constexpr(c.tile_m // 32):
                         r = lane + 32 * i
-                        route = memory.ld_i32(row_route + Int64(pool + cutlass.min(r, valid - 1)) * 4)
+                        route = memory.ld_i32(row_route + Int64(self.first_route(pool, block) + cutlass.min(r, valid - 1)) * 4)
                         words[at + WORDS + r] = route
                 cute.arch.sync_warp()
                 if kind == stream.FC1:

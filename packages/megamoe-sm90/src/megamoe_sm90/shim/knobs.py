@@ -15,6 +15,7 @@ from megamoe.tune import Knob, Space
 from megamoe.tune.space import Rule
 from megamoe_sm90._drop.config import NativeConfig
 from megamoe_sm90._drop.swap_config import SwapConfig
+from megamoe_sm90.shim.ranks import RINGS
 from megamoe_sm90.shim.variants import NATIVE_ROWS, NATIVE_TILES, SMS, SWAP_TILES, Operands, Variant
 
 AUTO = "auto"
@@ -36,6 +37,7 @@ SPACE = Space(
         Knob("native_rows", (AUTO, *NATIVE_ROWS), "how rows of x reach a native tile: gathered one by one, or through a pool by expert"),
         Knob("swap_tile", (AUTO, *SWAP_TILES), "tokens of a swap-order tile"),
         Knob("swap_tokens", (AUTO, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), "most tokens of a call that runs in swap order"),
+        Knob("ring", (AUTO, *RINGS), "several ranks: groups of row blocks that pool and mid hold at a time; 0: all that may come"),
     ),
     (_auto("swap_tile", "swap_tokens"), _auto("native_tile", "native_rows")),
 )
