@@ -60,7 +60,7 @@ def pull_rows(
         if lane < slots and own < total:
             e = routing.search_expert(own // tile, base, experts)
             if own - offsets[e] * tile < count[e]:
-                deadline.wait_ge(list_ready + Int64(e) * 4, launch, control, regions.SITE_LISTS, e, wait_ms)
+                deadline.wait_tag(list_ready + Int64(e) * 4, launch, control, regions.SITE_LISTS, e, wait_ms)
                 route = memory.ld_i32(row_route + Int64(own) * 4)
                 there = Int32(1)
         source = peers.source_of(route, ranks)
