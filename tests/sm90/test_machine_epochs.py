@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
 
-from megamoe import MoEProblem
-from megamoe.device import regions
 from tests.machine.launch import compiler
 from tests.machine.layers import OneRank, Ranks, inputs_of
+
+from megamoe import MoEProblem
+from megamoe.device import regions
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
 
