@@ -212,7 +212,7 @@ class Loaders:
                 stride = Int32(0)
                 blocks = Int32(0)
                 if kind == stream.FC1:
-                    deadline.wait_ge(list_ready + Int64(e) * 4, epoch + 1, control, regions.SITE_LISTS, e, wait_ms)
+                    deadline.wait_tag(list_ready + Int64(e) * 4, epoch + 1, control, regions.SITE_LISTS, e, wait_ms)
                     if cutlass.const_expr(c.quantize):
                         deadline.wait_ge(bank + regions.QUANTIZED, grid, control, regions.SITE_QUANTIZED, Int32(0), wait_ms)
                     src = x

@@ -226,7 +226,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         bank = launch.bank_of(control, epoch, bank_bytes)
         list_ready = control + regions.BANKS + Int64(bank_bytes) * 2
         if live != 0:
-            tokens = cutlass.min(tokens, memory.ld_i32(live))
+            tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
         routes = tokens * c.top_k
 
         i = tidx
