@@ -20,7 +20,8 @@ THREADS = 384
 class NativeConfig:
     """One compiled kernel.
 
-    limit: None for no clamp. rows: how rows of x reach the tiles, see ROWS. claims: see CLAIMS. unroll, stages: None to derive them from the shape.
+    limit: None for no clamp. rows: how rows of x reach the tiles, see ROWS. claims: see CLAIMS. unroll, stages: None to derive them from
+    the shape.
     """
 
     fmt: str
