@@ -104,7 +104,7 @@ class OneRank:
 
     Args:
         problem: the layer.
-        order, tile, rows: which kernel.
+        order, tile, rows, claims: which kernel.
         grid: CTAs of a launch.
         biases: names of expert biases.
         quantized: x comes in the format's type.
@@ -118,6 +118,7 @@ class OneRank:
         order: str,
         tile: int,
         rows: str = "",
+        claims: str = "early",
         *,
         grid: int = 4,
         biases: Sequence[str] = (),
@@ -132,7 +133,7 @@ class OneRank:
         plan = Sm90Backend().plan(problem)
         self.weights = Sm90Weights(plan, self.trial.local_weights(0))
         operands = Operands(quantized=quantized, sms=grid, **{name: True for name in biases})
-        self.variant = Variant.of(problem, order, tile, rows, problem.max_tokens, operands)
+        self.variant = Variant.of(problem, order, tile, rows, problem.max_tokens, operands, claims)
         self.workspace = HostWorkspace([self.variant])
         self.function, self.call = caught(
             self.variant,

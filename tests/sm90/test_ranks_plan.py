@@ -96,7 +96,7 @@ def test_tiles_follow_the_rows_that_experts_get(proved):
     assert BACKEND.kernel(BACKEND.plan(few, ranks=2, knobs={"native_tile": 128}), 1) == "ranks-128"
 
 
-@pytest.mark.parametrize("knobs", [{"order": "swap"}, {"native_rows": "gather"}, {"swap_tile": 8}])
+@pytest.mark.parametrize("knobs", [{"order": "swap"}, {"native_rows": "gather"}, {"native_claims": "late"}, {"swap_tile": 8}])
 def test_knobs_of_one_rank_are_refused(proved, knobs):
     with pytest.raises(InvalidInput, match="on several ranks"):
         BACKEND.plan(problem_of(), ranks=2, knobs=knobs)

@@ -19,7 +19,7 @@ from megamoe.tune import Space
 from megamoe_sm90 import SPEC, __version__, ranks_plan
 from megamoe_sm90.session import Sm90Session
 from megamoe_sm90.shim.knobs import AUTO, SPACE, ladder, variants_of
-from megamoe_sm90.shim.variants import PACKAGES, Operands, sizes
+from megamoe_sm90.shim.variants import NATIVE_CLAIMS, PACKAGES, Operands, sizes
 from megamoe_sm90.shim.weights import Sm90Weights
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ class Sm90Backend:
         if plan.ranks > 1:
             return f"ranks-{ranks_plan.variant(plan.problem, plan.ranks, plan.detail).config.tile_m}"
         rung = next(rung for rung in plan.detail if tokens <= rung.tokens)
-        return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows) if part)
+        claims = rung.claims if rung.claims != NATIVE_CLAIMS[0] else ""
+        return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows, claims) if part)
 
     def kernels(self, plan: Plan, arch: str | None = None, *, biases: bool = False) -> tuple[KernelRequest, ...]:
         """See :class:`megamoe.compile.Precompiles`: on a GPU of 132 multiprocessors."""

@@ -58,6 +58,10 @@ def reasons(problem: MoEProblem, ranks: int, most_experts: int) -> list[Reason]:
     return found
 
 
+_ONLY = {"order": "native", "native_rows": "pool", "native_claims": "early"}
+"""Knobs that several ranks leave no choice for."""
+
+
 def choice_of(knobs: Mapping[str, object]) -> several.Choice:
     """What the knobs ask for.
 
@@ -65,10 +69,11 @@ def choice_of(knobs: Mapping[str, object]) -> several.Choice:
         InvalidInput: they ask for what there is on one rank only.
     """
     asked = {name: knobs[name] for name in ("swap_tile", "swap_tokens") if knobs[name] != AUTO}
-    asked |= {name: knobs[name] for name, only in (("order", "native"), ("native_rows", "pool")) if knobs[name] not in (AUTO, only)}
+    asked |= {name: knobs[name] for name, only in _ONLY.items() if knobs[name] not in (AUTO, only)}
     if asked:
         raise InvalidInput(
-            f"knobs {asked} on several ranks; allowed: native order with rows through a pool.", hint="leave these knobs at 'auto'"
+            f"knobs {asked} on several ranks; allowed: native order with rows through a pool and early claims.",
+            hint="leave these knobs at 'auto'",
         )
     tile, ring = (value if isinstance(value, int) else None for value in (knobs["native_tile"], knobs["ring"]))
     return several.Choice(tile, ring)

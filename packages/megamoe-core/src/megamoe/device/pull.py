@@ -126,7 +126,7 @@ def pull_rows(
         if lane < slots and own < total:
             e = routing.search_expert(own // tile, base, experts)
             if own - offsets[e] * tile < count[e]:
-                deadline.wait_ge(list_ready + Int64(e) * 4, launch, control, regions.SITE_LISTS, e, wait_ms)
+                deadline.wait_tag(list_ready + Int64(e) * 4, launch, control, regions.SITE_LISTS, e, wait_ms)
                 route = memory.ld_i32(row_route + Int64(own) * 4)
                 todo = Int32(WIRE) + Int32(route < 0)
         place = own
