@@ -6,8 +6,6 @@ from megamoe import InvalidInput, MoEProblem, Placement, UnsupportedProblem
 from megamoe.compile import cubin
 from megamoe.compile.obtain import obtain
 from megamoe_sm90.backend import Sm90Backend
-from megamoe_sm90.ranks_session import share
-from megamoe_sm90.shim import ranks as several
 
 BACKEND = Sm90Backend()
 MIB = 1 << 20
@@ -20,10 +18,11 @@ def problem_of(**more):
 @pytest.fixture
 def proved(monkeypatch):
     """As if the kernels had been seen to run on any number of ranks."""
-    monkeypatch.setattr(several, "PROVED_RANKS", 72)
+    monkeypatch.setenv("MEGAMOE_TEST_RANKS", "1")
 
 
-def test_several_ranks_are_refused_with_the_true_reason():
+def test_several_ranks_are_refused_with_the_true_reason(monkeypatch):
+    monkeypatch.delenv("MEGAMOE_TEST_RANKS", raising=False)
     (reason,) = BACKEND.supports(problem_of(), ranks=2).reasons
     assert "no launch of it has been seen to complete on GPUs" in reason.text
     with pytest.raises(UnsupportedProblem, match="2 ranks"):
@@ -67,14 +66,6 @@ def test_tiles_follow_the_rows_that_experts_get(proved):
 def test_knobs_of_one_rank_are_refused(proved, knobs):
     with pytest.raises(InvalidInput, match="on several ranks"):
         BACKEND.plan(problem_of(), ranks=2, knobs=knobs)
-
-
-def test_ranks_that_share_a_gpu_share_what_they_see():
-    one = {"gpu": "a", "seen": 132}
-    assert [share([one] * n, 0) for n in (1, 2, 4, 8)] == [132, 66, 33, 16]
-    assert share([{"gpu": "a", "seen": 66}, {"gpu": "a", "seen": 64}], 0) == 32
-    assert [share([one, {"gpu": "b", "seen": 100}, one], rank) for rank in range(3)] == [66, 100, 66]
-    assert share([{"gpu": "a", "seen": 2}] * 4, 3) == 1
 
 
 def test_another_architecture_is_refused(proved):
