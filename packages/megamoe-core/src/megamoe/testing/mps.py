@@ -24,6 +24,11 @@ SHARED = {"NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "1", "NVSHMEM_DISA
 _SECONDS = 30
 
 
+def available() -> bool:
+    """Whether the service runs already or can be started."""
+    return (env.mps_pipe() / "control").exists() or shutil.which(CONTROL) is not None
+
+
 @contextmanager
 def serving(ranks: int) -> Iterator[dict[str, str]]:
     """Environment variables for the ranks' processes; what is started here ends with the block.
