@@ -11,6 +11,8 @@ GPU_MARKS = ("gpu", *ARCHS, "emulated")
 def pytest_addoption(parser):
     group = parser.getgroup("megamoe")
     group.addoption("--environment", default="", help="the environment that a nox session has made, for tests about it")
+    group.addoption("--launches", type=int, default=100_000, help="launches of a stress test on several ranks")
+    group.addoption("--seconds", type=float, default=45.0, help="after which a stress test ends with the launches it has made")
     group.addoption("--wheel", default="", help="the arch wheel that the environment holds, for example sm90")
 
 
