@@ -17,6 +17,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
     for item in items:
         reason = why_not(item, config.getoption("--environment"))
         if reason:

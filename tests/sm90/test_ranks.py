@@ -155,6 +155,7 @@ def test_fifty_faults_end_in_time_are_named_and_reset_repairs(mode):
         assert each[victim]["kind"] == ("NoneType" if fault == "skips" else "PeerAborted"), each
 
 
+@pytest.mark.last
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("way", work.WAYS)
 def test_a_process_that_leaves_is_named_by_reset_and_close_waits_for_nobody(way, tmp_path):
