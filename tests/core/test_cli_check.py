@@ -36,7 +36,7 @@ def test_several_ranks_with_one_that_brings_nothing(capsys):
     assert code == codes.OK
     detail = found["reference", "run", "fp8_block128"]["detail"]
     assert detail.startswith(f"{64 + 0 + 50} tokens on ")
-    assert re.search(r"[1-9][\d.]* ms on the slowest of 3 ranks, [1-9][\d.]* KiB on the wire of the rank with most, imbalance 1\.\d\d$", detail)
+    assert re.search(r" [1-9][\d.]* ms on the slowest of 3 ranks, [1-9][\d.]* KiB on the wire .*, imbalance 1\.\d\d$", detail)
 
 
 def test_an_error_in_the_layer_is_found(capsys, monkeypatch):
