@@ -361,8 +361,12 @@ def leaves(rank, mode, way, folder):
         os.kill(os.getpid(), signal.SIGKILL)
     if opened.rank == 0 or way in WAYS[:2]:
         time.sleep(0.3)
-    start = time.monotonic()
-    lost = facts(raised(lambda: (opened.call(opened.inputs(8)), opened.session.counts())), start)
+    for _ in range(2):  # a launch that was killed late had sent all that the others needed
+        start = time.monotonic()
+        error = raised(lambda: (opened.call(opened.inputs(8)), opened.session.counts()))
+        if error:
+            break
+    lost = facts(error, start)
     start = time.monotonic()
     reset = facts(raised(opened.session.reset), start)
     start = time.monotonic()
