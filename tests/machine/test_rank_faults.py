@@ -5,76 +5,21 @@ from __future__ import annotations
 
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import HashStore
 
 from megamoe import MoEProblem
-from megamoe.ep.fabric import DeviceFabric
-from megamoe.ep.group import Group
-from megamoe.ep.heap import Heap
 from megamoe.ep.lifecycle import Lifecycle
-from megamoe.ep.rendezvous import Rendezvous
 from megamoe.errors import PeerAborted, PeerTimeout
 from megamoe.testing import routing
 
 from . import launch
-from .layers import HOST, Ranks, inputs_of
+from .layers import inputs_of
+from .sessions import DEADLINE, Sessions
 
 pytestmark = pytest.mark.skipif(launch.compiler() is None, reason="needs a C++ compiler")
 
-DEADLINE = 4.0
-"""Of waits in kernels, in virtual seconds, as the launchers round it."""
 LATE = int(1.5e9 * DEADLINE)
-ENOUGH = 60.0
-WORLD = (6, 2, 4, 0)
-
-
-class Sessions(Ranks):
-    """Ranks with what a session has on the host: abort words, records, meetings. All of them live in this process."""
-
-    def __init__(self, problem, ranks, meeting_seconds=ENOUGH, **more):
-        super().__init__(problem, ranks, deadline=DEADLINE, **more)
-        store = HashStore()
-        bases = tuple(heap.data_ptr() for heap in self.heaps)
-        self.fabrics, self.lives = [], []
-        for rank in range(ranks):
-            group = Group(rank, ranks, WORLD[:ranks])
-            heap = Heap(self.variant.config.layout, bases, rank, HOST, None)
-            self.fabrics.append(DeviceFabric(heap, group, self.memory[rank].control))
-            meeting = Rendezvous(group, meeting_seconds, store)
-            # The ranks of a process are opened one after the other here: all belong to one series.
-            meeting._store = type(meeting._store)("session", store)
-            self.lives.append(Lifecycle(group, meeting, self.fabrics[rank], DEADLINE))
-
-    @property
-    def buffers(self):
-        return [*super().buffers, *(fabric._report for fabric in self.fabrics)]
-
-    def errors(self):
-        """What the next use of the session raises, by rank."""
-        found = []
-        for life in self.lives:
-            try:
-                life.check()
-                found.append(None)
-            except (PeerTimeout, PeerAborted) as error:
-                found.append(error)
-        return found
-
-    def each(self, call, ranks=None):
-        """``call(life)`` on some ranks at the same time; what it returned or raised, by rank."""
-        chosen = [self.lives[rank] for rank in (range(self.ranks) if ranks is None else ranks)]
-
-        def caught(life):
-            try:
-                return call(life)
-            except PeerAborted as error:
-                return error
-
-        with ThreadPoolExecutor(len(chosen)) as pool:
-            return list(pool.map(caught, chosen))
 
 
 def problem_of():
@@ -158,7 +103,7 @@ def test_a_rank_that_dies_inside_its_launch_leaves_no_peer_behind(ranks):
         for error in sessions.each(Lifecycle.reset, others):
             assert isinstance(error, PeerAborted)
             assert error.rank == victim
-            assert f"World rank {WORLD[victim]} did not come" in str(error)
+            assert f"World rank {sessions.world[victim]} did not come" in str(error)
         assert sessions.each(Lifecycle.close, others) == [False] * len(others), "nobody is met any more"
         assert time.monotonic() - start < 20
     assert noticed >= 8, "most were killed before they had sent what the others needed"

@@ -78,6 +78,7 @@ KERNELS = {
     "block scales": ({}, 2, {"native_tile": 128}),
     "small tile": ({}, 4, {"native_tile": 64}),
     "redundant experts, early weights": ({"experts": 8, "placement": REDUNDANT, "routing_weight": "early", "format": "bf16"}, 3, {}),
+    "the most ranks": ({"experts": 288, "top_k": 8}, 72, {}),
     "eight ranks": ({"format": "fp8_tensor", "experts": 256, "top_k": 8}, 8, {}),
 }
 
