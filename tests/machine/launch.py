@@ -6,6 +6,7 @@ library takes the launches, with all parameters: tensor maps are encoded by the 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import hashlib
@@ -138,37 +139,52 @@ def _intervals(buffers: Iterable[Any]) -> list[tuple[int, int]]:
     return merged
 
 
+class Program:
+    """The one kernel of a PTX module, translated and built.
+
+    Args:
+        ptx: the module.
+    """
+
+    def __init__(self, ptx: str) -> None:
+        self.ptx = ptx
+        self.translated = translate(ptx)
+        self._library = _build_kernel(self.translated)
+        self.address = ctypes.cast(self._library.kernel, ctypes.c_void_p).value or 0
+
+    def launch(self, params: bytes, grid: tuple[int, int, int], block: int, cluster: tuple[int, int, int], dynamic_shared: int) -> Launch:
+        """A launch with a parameter block as ``Translated.params`` lays it out."""
+        assert len(params) == self.translated.params_bytes, (len(params), self.translated.params)
+        return Launch(self.address, params, grid, block, cluster, self.translated.static_bytes + dynamic_shared)
+
+
 class Kernel:
     """A kernel of CuTe DSL for this machine.
 
     Args:
         build: gives the jit object and example arguments, as a ``KernelRequest`` does.
-        change: applied to the PTX before it is translated: how tests plant faults.
     """
 
-    def __init__(self, build: Callable[[], tuple[Any, tuple[Any, ...]]], change: Callable[[str], str] | None = None) -> None:
-        self._function, self.ptx, self._examples = _compile(build)
-        self.use(change(self.ptx) if change else self.ptx)
+    def __init__(self, build: Callable[[], tuple[Any, tuple[Any, ...]]]) -> None:
+        self._function, ptx, self._examples = _compile(build)
+        self.program = Program(ptx)
 
-    def use(self, ptx: str) -> None:
-        """Run this PTX from now on."""
-        self.translated = translate(ptx)
-        self._library = _build_kernel(self.translated)
-        self._address = ctypes.cast(self._library.kernel, ctypes.c_void_p).value
+    @property
+    def ptx(self) -> str:
+        return self.program.ptx
 
     def changed(self, change: Callable[[str], str]) -> Kernel:
-        """The same kernel with a change of its PTX."""
-        other = object.__new__(Kernel)
-        other.__dict__.update(self.__dict__)
+        """The same kernel with a change of its PTX: how tests plant faults."""
         text = change(self.ptx)
         assert text != self.ptx, "the change found nothing to change"
-        other.use(text)
+        other = copy.copy(self)
+        other.program = Program(text)
         return other
 
     def launch(self, *arguments: Any) -> Launch:
         """The one launch that the host function makes with these arguments: integers, floats, the stream last."""
         typed = [a if isinstance(a, type(e)) else type(e)(a) for a, e in zip(arguments, self._examples, strict=True)]
-        return _capture(lambda: self._function(*typed), self.translated, self._address)
+        return _capture(lambda: self._function(*typed), self.program)
 
 
 def _compile(build: Callable[[], tuple[Any, tuple[Any, ...]]]) -> tuple[Any, str, tuple[Any, ...]]:
@@ -194,7 +210,8 @@ def _compile(build: Callable[[], tuple[Any, tuple[Any, ...]]]) -> tuple[Any, str
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
-def _capture(call: Callable[[], Any], translated: Translated, address: int) -> Launch:
+def _capture(call: Callable[[], Any], program: Program) -> Launch:
+    translated = program.translated
     launches: list[Launch] = []
 
     def launched(configuration: int, _: int, arguments: int) -> int:
@@ -213,8 +230,8 @@ def _capture(call: Callable[[], Any], translated: Translated, address: int) -> L
             params[offset : offset + size] = ctypes.string_at(pointers[index], size)
         block = words(configuration + 12)
         assert block[1:] == (1, 1), block
-        shared = translated.static_bytes + ctypes.c_uint64.from_address(configuration + 24).value
-        launches.append(Launch(address, bytes(params), words(configuration), block[0], cluster, shared))
+        shared = ctypes.c_uint64.from_address(configuration + 24).value
+        launches.append(program.launch(bytes(params), words(configuration), block[0], cluster, shared))
         return 0
 
     callback = _CALLBACK(launched)

@@ -2,7 +2,7 @@
 
     layer = OneRank(problem, "native", 128, "pool", grid=4)
     out = layer.run(layer.trial.inputs[0], seed=3)
-    assert layer.trial.judge(0, out).ok
+    assert not layer.judge(layer.trial.inputs[0], out)
 
     layer = Ranks(problem, 2, grid=3)
     outs = layer.run(layer.trial.inputs, seed=3)             # every rank's launch at once
@@ -144,15 +144,24 @@ class OneRank:
             lambda: shim_launch.Call(self.variant, self.weights.addresses, self.workspace.addresses(self.variant), deadline),
         )
 
-    def run(self, inputs: Inputs, *, x_scale: torch.Tensor | None = None, seed: int = 0, change: Callable[[Launch], Launch] = lambda a: a) -> torch.Tensor:
-        """One launch into an output without numbers."""
-        out = unwritten(inputs.x.shape[0], self.problem.hidden)
+    def run(self, inputs: Inputs, *, x_scale: torch.Tensor | None = None, tokens: int | None = None, seed: int = 0) -> torch.Tensor:
+        """One launch into an output without numbers; ``tokens`` other than there are must be a fault."""
+        out = unwritten(inputs.topk_ids.shape[0], self.problem.hidden)
         given = (inputs.x, x_scale, inputs.topk_ids, inputs.topk_weights, out)
         x, scale, ids, weights, target = (0 if t is None else t.data_ptr() for t in given)
-        self.call.run(inputs.x.shape[0], x, scale, ids, weights, target, 0)
+        self.call.run(out.shape[0] if tokens is None else tokens, x, scale, ids, weights, target, 0)
         buffers = [*given, *self.weights.tensors.values(), *self.workspace.buffers(self.variant)]
-        self.ran = run([change(self.function.take())], buffers, seed=seed)
+        self.ran = run([self.function.take()], buffers, seed=seed)
         return out
+
+    def judge(self, inputs: Inputs, out: torch.Tensor) -> str:
+        """What the oracle has against an output; empty when it is right."""
+        verdict = replace(self.trial, inputs=(inputs,)).judge(0, out)
+        return "" if verdict.ok else verdict.text
+
+    def status(self) -> dict[str, int]:
+        """See :meth:`Ranks.status`."""
+        return record_of(self.workspace.controls[self.variant.order])
 
 
 class Ranks:
@@ -213,6 +222,12 @@ class Ranks:
         offset, size = self.variant.config.layout.offsets[name]
         return heap[offset : offset + size]
 
+    def judge(self, inputs: Sequence[Inputs], outs: Sequence[torch.Tensor]) -> list[str]:
+        """What the oracle has against every rank's output; empty when all are right."""
+        trial = replace(self.trial, inputs=tuple(inputs))
+        verdicts = [trial.judge(rank, out) for rank, out in enumerate(outs)]
+        return [f"rank {rank}: {verdict.text}" for rank, verdict in enumerate(verdicts) if not verdict.ok]
+
     @property
     def buffers(self) -> list[Any]:
         """All memory of all ranks that kernels may touch, without the gaps between regions."""
@@ -255,14 +270,19 @@ class Ranks:
 
     def status(self, rank: int) -> dict[str, int]:
         """The record of the wait of a rank's launch that failed first; its ``abort`` is 0 where none did."""
-        control = self.memory[rank].control
-        words = control[regions.RECORD : regions.RECORD + 8 * len(regions.RECORD_FIELDS)].view(torch.int64).tolist()
-        abort = int(control[regions.ABORT : regions.ABORT + 4].view(torch.int32))
-        return {"abort": abort, **dict(zip(regions.RECORD_FIELDS, words, strict=True))}
+        return record_of(self.memory[rank].control)
 
-    def expected(self, inputs: Sequence[Inputs], out: Sequence[torch.Tensor]) -> list[Any]:
-        """The oracle's judgement of every rank's output."""
-        return [replace(self.trial, inputs=tuple(inputs)).judge(rank, each) for rank, each in enumerate(out)]
+
+def record_of(control: torch.Tensor) -> dict[str, int]:
+    """What a control block says of the wait that failed first."""
+    words = control[regions.RECORD : regions.RECORD + 8 * len(regions.RECORD_FIELDS)].view(torch.int64).tolist()
+    abort = int(control[regions.ABORT : regions.ABORT + 4].view(torch.int32))
+    return {"abort": abort, **dict(zip(regions.RECORD_FIELDS, words, strict=True))}
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two outputs are bit for bit the same; NaN is never right."""
+    return torch.equal(one.view(torch.int16), other.view(torch.int16)) and not bool(one.isnan().any())
 
 
 def inputs_of(problem: MoEProblem, tokens: int, pattern: str, seed: int) -> Inputs:

@@ -174,6 +174,17 @@ static Fiber* take(std::vector<Fiber*>& list, u32 at) {
   return t;
 }
 
+/* Which thread runs next. Some seeds let warps starve for long, which uniform draws never do. */
+static u32 draw() {
+  u32 best = below(M->ready.size());
+  for (u32 i = 1; i < M->contest; i++) {
+    const u32 other = below(M->ready.size());
+    if (*M->ready[other]->priority > *M->ready[best]->priority) best = other;
+  }
+  if (chance(2048)) *M->ready[best]->priority = random_number();
+  return best;
+}
+
 static void begin(Launch* launch) {
   launch->started = true;
   M->progress++;
@@ -218,7 +229,7 @@ static void run_all() {
       happen(below(M->pending.size()));
     } else if (!M->ready.empty()) {
       M->clock += TICK;
-      resume(take(M->ready, below(M->ready.size())));
+      resume(take(M->ready, draw()));
       if (!M->pollers.empty() && chance(64)) wake(take(M->pollers, below(M->pollers.size())));
     } else {
       /* All only poll, sleep or wait. */
@@ -260,6 +271,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
   M = &machine;
   M->state = seed * 0x2545F4914F6CDD1Dull + 1;
   M->eagerness = (u32[]){2, 8, 64, 0}[below(4)];
+  M->contest = (u32[]){1, 2, 6, 20}[below(4)];
   M->most_idle = most_idle;
   current = nullptr;
   for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1]});
@@ -305,6 +317,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
       cluster->threads += g.block;
       const u32 warps = (g.block + 31) / 32;
       cta->meetings.resize(warps);
+      for (u32 w = 0; w < warps; w++) cta->priorities.push_back(random_number());
       cta->groups.resize((warps + 3) / 4);
       for (u32 tid = 0; tid < g.block; tid++) {
         auto t = std::make_unique<Fiber>();
@@ -317,6 +330,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
         t->smid = i, t->smids = g.smids;
         t->params = params;
         t->of = cta.get();
+        t->priority = &cta->priorities[t->warp];
         cta->fibers.push_back(std::move(t));
       }
       launch->ctas.push_back(std::move(cta));

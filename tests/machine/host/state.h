@@ -47,6 +47,7 @@ struct Fiber : Thread {
   u32 bar = 0;
   u64 poll_address = 0, poll_value = 0;
   int budget = 1;
+  u32* priority;            /* of its warp */
   Meeting* meeting = nullptr;
   u32 cluster_phase = 0;
   std::vector<Copy> copies;
@@ -91,6 +92,7 @@ struct Cta {
   u32 shared_end;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::vector<std::unique_ptr<Meeting>>> meetings; /* by warp */
+  std::vector<u32> priorities;                                   /* by warp */
   std::deque<Group> groups;
   Bar bars[16];
 };
@@ -121,7 +123,8 @@ struct Pending { /* what may happen at any time from now on */
 struct Machine {
   u64 state; /* of the random numbers */
   u64 clock = 1'000'000'000, progress = 0, steps = 0, switches = 0;
-  u32 eagerness;
+  u32 eagerness;            /* one in so many steps is a pending copy or product; 0: only when no thread can run */
+  u32 contest;              /* threads that are drawn for a step; the one of the warp with the highest priority runs */
   u64 most_idle;
   std::vector<std::unique_ptr<Launch>> launches;
   std::vector<Fiber*> ready, pollers, sleepers;
