@@ -12,7 +12,7 @@ from megamoe.ep.group import Group
 from megamoe.errors import BackendUnavailable
 from megamoe_sm90 import residency
 from megamoe_sm90.shim.ranks import RanksVariant
-from megamoe_sm90.shim.variants import Operands
+from megamoe_sm90.shim.variants import NATIVE_THREADS, Operands
 
 CPU = torch.device("cpu")
 
@@ -103,10 +103,10 @@ def variant(tmp_path, monkeypatch):
 def test_the_driver_is_asked_about_the_compiled_kernel_and_a_kernel_that_does_not_fit_is_refused(variant, monkeypatch):
     data, asked = obtain(variant.request()).object, variant.config.shared_bytes
     driver = Driver()
-    assert occupancy.blocks_per_multiprocessor(data, variant.threads, asked, driver) == 1, "168 registers leave no room for a second one"
+    assert occupancy.blocks_per_multiprocessor(data, NATIVE_THREADS, asked, driver) == 1, "168 registers leave no room for a second one"
     assert driver.loaded == 0
     tight = Driver(most_shared=asked - 1)
-    assert occupancy.blocks_per_multiprocessor(data, variant.threads, asked, tight) == 0
+    assert occupancy.blocks_per_multiprocessor(data, NATIVE_THREADS, asked, tight) == 0
     assert tight.loaded == 0
 
     monkeypatch.setattr(residency, "blocks_per_multiprocessor", lambda *kernel: occupancy.blocks_per_multiprocessor(*kernel, tight))
@@ -127,4 +127,4 @@ def test_a_driver_that_fails_is_an_error_of_its_own(variant):
 @pytest.mark.sm90
 def test_the_real_driver_runs_one_cta_on_a_multiprocessor(variant):
     torch.zeros(1, device="cuda")
-    assert occupancy.blocks_per_multiprocessor(obtain(variant.request()).object, variant.threads, variant.config.shared_bytes) == 1
+    assert occupancy.blocks_per_multiprocessor(obtain(variant.request()).object, NATIVE_THREADS, variant.config.shared_bytes) == 1

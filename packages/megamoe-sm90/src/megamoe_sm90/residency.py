@@ -16,6 +16,7 @@ from megamoe.compile.obtain import obtain
 from megamoe.compile.occupancy import blocks_per_multiprocessor
 from megamoe.ep.together import attempt, together
 from megamoe.errors import BackendUnavailable
+from megamoe_sm90.shim.variants import NATIVE_THREADS
 
 if TYPE_CHECKING:
     from megamoe.ep.group import Group
@@ -64,9 +65,9 @@ def check(group: Group, device: torch.device, variants: Iterable[RanksVariant]) 
 def _check(variants: Iterable[RanksVariant]) -> None:
     for variant in variants:
         config, request = variant.config, variant.request()
-        if not blocks_per_multiprocessor(obtain(request).object, variant.threads, config.shared_bytes):
+        if not blocks_per_multiprocessor(obtain(request).object, NATIVE_THREADS, config.shared_bytes):
             raise BackendUnavailable(
-                f"no CTA of {request.name} fits on a multiprocessor: it takes {variant.threads} threads and "
+                f"no CTA of {request.name} fits on a multiprocessor: it takes {NATIVE_THREADS} threads and "
                 f"{config.shared_bytes:,} bytes of shared memory; allowed: what the GPU has.",
                 hint="a smaller native_tile",
             )

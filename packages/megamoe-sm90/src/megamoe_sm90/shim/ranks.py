@@ -14,7 +14,6 @@ from megamoe.compile import KernelRequest
 from megamoe.device import regions, wire
 from megamoe.ep.physical import PhysicalExperts
 from megamoe.problem import MoEProblem
-from megamoe_sm90._drop.config import THREADS
 from megamoe_sm90._drop.ranks_config import RanksConfig
 from megamoe_sm90.shim.launch import Call, Launcher
 from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands, check_arch, ticks
@@ -97,11 +96,6 @@ class RanksVariant:
 
         kernel, arguments = kernel_and_args(self.config)
         return kernel, arguments
-
-    @property
-    def threads(self) -> int:
-        """Of a CTA."""
-        return int(THREADS)
 
     @property
     def addresses(self) -> tuple[str, ...]:

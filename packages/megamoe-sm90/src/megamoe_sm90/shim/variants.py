@@ -13,11 +13,12 @@ from megamoe.compile import KernelRequest
 from megamoe.device import regions
 from megamoe.errors import InvalidInput
 from megamoe.problem import MoEProblem
-from megamoe_sm90._drop.config import ROWS, TILES_M, NativeConfig
+from megamoe_sm90._drop.config import ROWS, THREADS, TILES_M, NativeConfig
 from megamoe_sm90._drop.swap_config import TOKEN_TILES, SwapConfig
 
 ARCH = "sm_90a"
 PACKAGES = ("megamoe.device", "megamoe_sm90._drop")
+NATIVE_THREADS: int = THREADS
 """What the machine code is made of."""
 
 SMS = 132
