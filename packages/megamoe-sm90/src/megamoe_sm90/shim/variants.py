@@ -18,8 +18,10 @@ from megamoe_sm90._drop.swap_config import TOKEN_TILES, SwapConfig
 
 ARCH = "sm_90a"
 PACKAGES = ("megamoe.device", "megamoe_sm90._drop")
-NATIVE_THREADS: int = THREADS
 """What the machine code is made of."""
+
+NATIVE_THREADS: int = THREADS
+"""Of a CTA in native order."""
 
 SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200, for plans made without a GPU."""

@@ -8,16 +8,17 @@ import time
 
 import pytest
 
+pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
+
 from megamoe import MoEProblem
 from megamoe.ep.lifecycle import Lifecycle
 from megamoe.errors import PeerAborted, PeerTimeout
 from megamoe.testing import routing
+from tests.machine.launch import compiler
+from tests.machine.layers import inputs_of
+from tests.machine.sessions import DEADLINE, Sessions
 
-from . import launch
-from .layers import inputs_of
-from .sessions import DEADLINE, Sessions
-
-pytestmark = pytest.mark.skipif(launch.compiler() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
 
 LATE = int(1.5e9 * DEADLINE)
 
@@ -35,8 +36,11 @@ def some_inputs(problem, ranks, rng):
 def assert_right(sessions, inputs, seed):
     outs = sessions.run(inputs, seed=seed)
     assert sessions.errors() == [None] * sessions.ranks
-    for judged in sessions.expected(inputs, outs):
-        assert judged.ok, judged.text
+    assert sessions.judge(inputs, outs) == []
+
+
+def is_right(sessions, inputs, outs, rank):
+    return not any(text.startswith(f"rank {rank}:") for text in sessions.judge(inputs, outs))
 
 
 def assert_named(errors, victim):
@@ -74,7 +78,7 @@ def test_skipped_late_and_rejected_launches_are_named_and_reset_repairs(ranks):
         else:
             assert_named(errors, victim)
             # A late launch may end well: where it needs nothing of those who gave up.
-            assert isinstance(errors[victim], PeerAborted) or fault == "skips" or sessions.expected(inputs, outs)[victim].ok
+            assert isinstance(errors[victim], PeerAborted) or fault == "skips" or is_right(sessions, inputs, outs, victim)
         assert sessions.each(Lifecycle.reset) == [None] * ranks
         assert_right(sessions, some_inputs(problem, ranks, rng), 100 + number)
     assert sessions.each(Lifecycle.close) == [True] * ranks
@@ -94,10 +98,10 @@ def test_a_rank_that_dies_inside_its_launch_leaves_no_peer_behind(ranks):
             inputs, seed=number, change=lambda rank, made, victim=victim, steps=steps: made.killed(steps) if rank == victim else made
         )
         assert sessions.ran.nanoseconds < 1e9 * (2 * DEADLINE + 1)
-        errors, judged = sessions.errors(), sessions.expected(inputs, outs)
+        errors = sessions.errors()
         others = [rank for rank in range(ranks) if rank != victim]
         for rank in others:
-            assert isinstance(errors[rank], PeerTimeout | PeerAborted) or judged[rank].ok
+            assert isinstance(errors[rank], PeerTimeout | PeerAborted) or is_right(sessions, inputs, outs, rank)
         noticed += any(errors[rank] for rank in others)
         start = time.monotonic()
         for error in sessions.each(Lifecycle.reset, others):
