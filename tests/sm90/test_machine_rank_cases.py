@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
 
 import torch
+from tests.machine.launch import compiler
+from tests.machine.layers import OneRank, Ranks, same_bytes
+from tests.machine.sessions import Sessions
 
 from megamoe import MoEProblem
 from megamoe.testing import cases
 from megamoe.testing.trial import make_trial
-from tests.machine.launch import compiler
-from tests.machine.layers import OneRank, Ranks, same_bytes
-from tests.machine.sessions import Sessions
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
 

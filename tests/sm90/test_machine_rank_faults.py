@@ -10,13 +10,14 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
 
+from tests.machine.launch import compiler
+from tests.machine.layers import inputs_of
+from tests.machine.sessions import DEADLINE, Sessions
+
 from megamoe import MoEProblem
 from megamoe.ep.lifecycle import Lifecycle
 from megamoe.errors import PeerAborted, PeerTimeout
 from megamoe.testing import routing
-from tests.machine.launch import compiler
-from tests.machine.layers import inputs_of
-from tests.machine.sessions import DEADLINE, Sessions
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
 
