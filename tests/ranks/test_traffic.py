@@ -21,6 +21,7 @@ def test_a_token_crosses_once_a_rank_and_every_result_comes_back():
 
 def test_grouped_results_come_back_once_a_rank():
     assert traffic(problem_of("fp8_block128"), IDS, 3, 0, {"combine": "grouped"}).wire_bytes == 4 * (256 + 4 * 2) + 4 * 512
+    assert traffic(problem_of("bf16"), IDS, 3, 0, {"combine": "grouped", "wire": "mxfp8"}).wire_bytes == 4 * 512 + 4 * (256 + 8)
 
 
 def test_tokens_choose_among_copies_of_an_expert_by_their_number():

@@ -61,7 +61,7 @@ def wrong_of(found):
 
 
 @pytest.mark.parametrize("ranks", [on(2), on(4), on(8)])
-@MODES
+@pytest.mark.parametrize("mode", [*work.MODES, *work.NARROW])
 def test_one_launch(ranks, mode):
     assert run(work.one_launch, ranks, mode, limit=60.0) == [("", 0)] * ranks
 

@@ -28,13 +28,14 @@ class Traffic:
 
 
 def traffic(problem: MoEProblem, ids: torch.Tensor, ranks: int, rank: int, wire: Mapping[str, object] | None = None) -> Traffic:
-    """What a rank's routes move: every token to a rank once, in the format's own encoding; results back in bf16, one a remote route.
+    """What a rank's routes move: every token to a rank once, in the format's own encoding; one result back for every remote route, in bf16.
 
     Args:
         problem: the layer.
         ids: (tokens, top_k) of this rank.
         ranks, rank: how many there are, and which this is.
-        wire: of the plan; with ``combine`` at ``"grouped"`` one result a token and remote rank comes back.
+        wire: of the plan; with ``combine`` at ``"grouped"`` one result a token and remote rank comes back, with ``wire`` at ``"mxfp8"`` in
+            that format.
     """
     import torch
 
@@ -51,8 +52,10 @@ def traffic(problem: MoEProblem, ids: torch.Tensor, ranks: int, rank: int, wire:
     info = describe(problem.format)
     row = problem.hidden * info.element_bits // 8
     scales = info.scale_bytes * (problem.hidden // info.block_k) if info.block_k else 0
-    results = crossing if (wire or {}).get("combine") == "grouped" else sum(sent) - sent[rank]
-    return Traffic(crossing * (row + scales) + results * problem.hidden * 2, sent)
+    agreed = wire or {}
+    results = crossing if agreed.get("combine") == "grouped" else sum(sent) - sent[rank]
+    result = problem.hidden * 33 // 32 if agreed.get("wire") == "mxfp8" else problem.hidden * 2
+    return Traffic(crossing * (row + scales) + results * result, sent)
 
 
 def imbalance(everyone: Sequence[Traffic]) -> float:
