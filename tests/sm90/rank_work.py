@@ -34,7 +34,7 @@ MODES = [mode for mode in _VALUES.get("combine", ("routes",)) if mode != AUTO]
 """How routes of a token come together: ``routes`` has the bits of one rank."""
 NARROW = ["mxfp8"] if "mxfp8" in _VALUES.get("wire", ()) else []
 """Grouped results that return in fewer bits than the layer's own rounding has."""
-NARROW_L2 = 0.04
+NARROW_L2 = 0.046
 
 
 def problem_of(format="fp8_block128", **more):
