@@ -9,8 +9,6 @@ from megamoe.compile import cubin
 from megamoe.compile.obtain import obtain
 from megamoe_sm90 import ranks_plan
 from megamoe_sm90.backend import Sm90Backend
-from megamoe_sm90.ranks_session import share
-from megamoe_sm90.shim import ranks as several
 
 BACKEND = Sm90Backend()
 MIB = 1 << 20
@@ -23,10 +21,11 @@ def problem_of(**more):
 @pytest.fixture
 def proved(monkeypatch):
     """As if the kernels had been seen to run on any number of ranks."""
-    monkeypatch.setattr(several, "PROVED_RANKS", 72)
+    monkeypatch.setenv("MEGAMOE_TEST_RANKS", "1")
 
 
-def test_several_ranks_are_refused_with_the_true_reason():
+def test_several_ranks_are_refused_with_the_true_reason(monkeypatch):
+    monkeypatch.delenv("MEGAMOE_TEST_RANKS", raising=False)
     (reason,) = BACKEND.supports(problem_of(), ranks=2).reasons
     assert "no launch of it has been seen to complete on GPUs" in reason.text
     with pytest.raises(UnsupportedProblem, match="2 ranks"):
@@ -102,14 +101,6 @@ def test_knobs_of_one_rank_are_refused(proved, knobs):
         BACKEND.plan(problem_of(), ranks=2, knobs=knobs)
 
 
-def test_ranks_that_share_a_gpu_share_what_they_see():
-    one = {"gpu": "a", "seen": 132}
-    assert [share([one] * n, 0) for n in (1, 2, 4, 8)] == [132, 66, 33, 16]
-    assert share([{"gpu": "a", "seen": 66}, {"gpu": "a", "seen": 64}], 0) == 32
-    assert [share([one, {"gpu": "b", "seen": 100}, one], rank) for rank in range(3)] == [66, 100, 66]
-    assert share([{"gpu": "a", "seen": 2}] * 4, 3) == 1
-
-
 def test_another_architecture_is_refused(proved):
     with pytest.raises(InvalidInput, match="sm_100a"):
         BACKEND.kernels(BACKEND.plan(problem_of(), ranks=2), arch="sm_100a")
@@ -120,6 +111,7 @@ KERNELS = {
     "block scales": ({}, 2, {"native_tile": 128}),
     "small tile": ({}, 4, {"native_tile": 64}),
     "redundant experts, early weights": ({"experts": 8, "placement": REDUNDANT, "routing_weight": "early", "format": "bf16"}, 3, {}),
+    "the most ranks": ({"experts": 288, "top_k": 8}, 72, {}),
     "eight ranks": ({"format": "fp8_tensor", "experts": 256, "top_k": 8}, 8, {}),
     "a ring": ({"max_tokens": 8192}, 8, {"ring": 2}),
     "a ring, two bytes": ({"format": "bf16", "max_tokens": 8192}, 4, {"ring": 4}),
