@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -184,3 +185,23 @@ def test_lines_of_the_source_are_kept():
         assert "tcgen05.mma" in source[rewritten.lines[call] - 1]
     kept = parse(rewritten.text)
     assert sum(s.kind is Kind.INSTRUCTION for s in kept.statements) > len(source)
+
+
+def test_inline_assembly_around_an_operation_for_the_warp_is_opened():
+    """CuTe DSL writes block-scaled products in blocks with a predicate of their own; one thread alone would take seconds for each."""
+    plain = kernels.mma("mxf4nvf4", 128, 2, block=".block16")
+    wrapped = re.sub(
+        r"\t(tcgen05\.mma.*), %p7;\n",
+        "\tselp.b32 %r60, 1, 0, %p7;\n\t{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %r60, 0;\n\t\\1, p;\n\t}\n",
+        plain,
+    )
+    assert wrapped.count(".reg .pred p;") == 2
+    rewritten = rewrite(wrapped)
+    assert rewritten.notes == ()
+    assert rewritten.text.count("call megamoe_mma") == 2
+    assert "setp.ne.b32 p," not in rewritten.text  # both blocks' registers have names of their own
+
+
+def test_inline_assembly_with_labels_stays():
+    body = kernels.mma("f16", 64).replace("\ttcgen05.mma", "\t{\n\tbra here;\nhere:\n\ttcgen05.mma").replace(", %p7;\n", ", %p7;\n\t}\n")
+    assert any("one thread" in note for note in rewrite(body).notes)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megamoe.emulation.delayed import Later
 from megamoe.emulation.emit import Code, Collective, Names
 from megamoe.emulation.ptx import Function, Kind, Module, Statement, parse
-from megamoe.emulation.regions import Region, find_regions
+from megamoe.emulation.regions import Region, find_regions, flatten
 from megamoe.emulation.table import find
 from megamoe.errors import EmulationError, InvalidInput
 
@@ -91,7 +91,7 @@ def rewrite(ptx: str, options: Options | None = None) -> Rewritten:
         raise EmulationError(
             f"The PTX is for {target or 'no architecture'}; emulated are {', '.join(SHARED_LIMITS)}.", hint="compile for sm_100a or sm_120a"
         )
-    return _Rewriter(module, ptx, target, options or Options()).run()
+    return _Rewriter(flatten(module, _is_collective), ptx, target, options or Options()).run()
 
 
 @dataclass
