@@ -78,6 +78,8 @@ static inline void store_shared(u32 a, uint4 v) { memcpy(shared_at(a), &v, 16); 
 static inline void store_shared32(u32 a, u32 v) { memcpy(shared_at(a), &v, 4); }
 static inline void store_shared8(u32 a, u32 v) { *shared_at(a) = (u8)v; }
 static inline void cluster_fence() {}
+static inline void shared_proxy_fence() {}
+static inline void all_proxies_fence() {}
 static inline u64 global_address(const void *p) { return (u64)p; }
 
 // ---- barriers in shared memory ----

@@ -52,7 +52,9 @@ EMU_CALL u32 megamoe_tensor_load(u32 line, u32 leader, u64 address, u32 c0, u32 
         if (mask >> r & 1) store_shared(shared_of(place, r), value);
     }
     cluster_fence();
+    all_proxies_fence();  // a native store may read them next
     if (!alone) __syncwarp();
+    if (first == 0) cluster_fence();  // releases what the other lanes wrote, too
     if (first == 0)
       for (u32 r = 0; r < 16; r++)
         if (mask >> r & 1) complete_bytes(shared_of(barrier, pair ? (r & ~1u) | (barrier >> 24 & 1) : r), bytes);
@@ -81,6 +83,7 @@ EMU_CALL u32 megamoe_tensor_store(u32 line, u32 leader, u64 address, u32 c0, u32
       for (u32 i = 0; i < inside * bits / 8; i++) *(volatile u8 *)(map.base + bit / 8 + i) = (u8)load_shared8(shared_of(place + i, cluster_rank()));
     }
     __threadfence();
+    all_proxies_fence();  // a native load may read them next
   }
   if (!alone) __syncwarp();
   return 1;
@@ -91,6 +94,7 @@ EMU_CALL void megamoe_try_cancel(u32 to, u32 barrier, u32 everywhere) {
     if (everywhere || r == cluster_rank()) {
       store_shared(shared_of(to, r), make_uint4(0, 0, 0, 0));
       cluster_fence();
+      all_proxies_fence();
       complete_bytes(shared_of(barrier, r), 16);
     }
 }

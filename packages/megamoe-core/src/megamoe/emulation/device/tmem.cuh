@@ -68,6 +68,9 @@ EMU_CALL u64 megamoe_tmem_address(u32 line, u32 address, u32 shape, u32 register
   bool legal = row < LANES && (row < 32 || row / 32 == warp) && (shape == SHAPE_32X32B ? row % 32 == 0 : row % 16 == 0);
   if (!legal) report(FAULT_SUB_PARTITION, line, address, warp);
   legal &= columns_owned(sm(), cta_key(cluster_rank()), column, tmem_columns(shape, registers), line);
+  // The rewriter moves 4 registers of 32x32b, 2 of 16x256b at once.
+  u32 width = shape == SHAPE_32X32B && registers % 4 == 0 ? 4 : shape == SHAPE_16X256B ? 2 : 1;
+  if (legal && column % width) { report(FAULT_TMEM_ALIGNMENT, line, column, width); legal = false; }
   tmem_cell(shape, lane(), 0, &to_row, &to_column);
   u32 *to = legal ? cell(sm(), row % 32 + 32 * warp + to_row, column + to_column) : tmem_scratch + to_row * COLUMNS + to_column;
   return global_address(to);
