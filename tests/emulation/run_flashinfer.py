@@ -2,7 +2,8 @@
 
     python run_flashinfer.py WHERE FOLDER VARIANT [MODULES]
 
-WHERE is "gpu" (a Hopper GPU) or "assemble" (rewrite and assemble, launch nothing; needs no GPU). FOLDER is flashinfer/moe_ep/kernel_src of the
+WHERE is "gpu" (a Hopper GPU), "machine" (tests/machine runs the rewritten kernels on the CPU) or "assemble" (rewrite and assemble, launch
+nothing). FOLDER is flashinfer/moe_ep/kernel_src of the
 flashinfer-python wheel. MODULES, when given, is a folder for the rewritten modules' text. Prints one JSON document on the last line.
 """
 
@@ -29,6 +30,9 @@ from megamoe import emulation  # noqa: E402
 from megamoe.emulation.assemble import link, tool  # noqa: E402
 
 LIMIT_MS = 20_000
+CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
+SMALL = {"tokens": 24, "experts": 4, "hidden": 512, "inter": 256}
+"""The layer that the CPU does."""
 COUNTERS = (
     *("l1_arrival_count", "expert_send_count", "grid_sync_counter", "nvlink_barrier_counter"),
     *("fc1_done_counter", "fc2_done_counter", "atomic_counter", "load_balance_counter"),
@@ -67,6 +71,55 @@ VARIANTS = {
 TREES = {"sm120": "sm120/swapab_cutedsl_megakernel", "sm100": "sm100/cutedsl_megamoe"}
 
 
+class OnMachine:
+    """Takes the launches of the host function and runs them on the CPU."""
+
+    def __init__(self, buffers):
+        self.buffers, self.kernels, self.error = buffers, {}, None
+
+    def hook(self):
+        """Before anything is compiled."""
+        from cutlass.base_dsl.dsl import BaseDSL
+        from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
+
+        from megamoe.emulation import load
+        from tests.machine.launch import _CALLBACK, _capture_library
+
+        self.callback = _CALLBACK(self.launch)
+        library = _capture_library()
+        library.capture_launches(self.callback)
+        Function._load_cuda_library = lambda function: []
+        BaseDSL.get_shared_libs = lambda dsl: [str(library._name), str(load._runtime_path())]
+
+    def translate(self, modules):
+        from tests.emulation import on_machine
+
+        self.kernels = {kernel.threads: kernel for module in modules for kernel in on_machine.kernels(module)}
+
+    def launch(self, configuration, _, arguments):
+        from tests.emulation import on_machine
+
+        def words(at):
+            return tuple((ctypes.c_uint32 * 3).from_address(at))
+
+        cluster, attributes = (1, 1, 1), ctypes.c_uint64.from_address(configuration + 40).value
+        for index in range(ctypes.c_uint32.from_address(configuration + 48).value):
+            if ctypes.c_uint32.from_address(attributes + 72 * index).value == CLUSTER_DIMENSION:
+                cluster = words(attributes + 72 * index + 8)
+        kernel = self.kernels[words(configuration + 12)[0]]
+        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
+        params = bytearray(kernel.params_bytes)
+        for index, (offset, size) in enumerate(kernel.params):
+            params[offset : offset + size] = ctypes.string_at(pointers[index], size)
+        shared = ctypes.c_uint64.from_address(configuration + 24).value
+        try:
+            on_machine.run(kernel, bytes(params), words(configuration), kernel.threads, cluster, shared, self.buffers)
+        except Exception as error:  # noqa: BLE001 cannot pass through the host code
+            self.error = error
+            return 1
+        return 0
+
+
 class AsIfOnDevice:
     """A tensor of host memory that says it is device memory: without a GPU kernels are compiled for the address space that they would get."""
 
@@ -84,12 +137,12 @@ class AsIfOnDevice:
         return capsule
 
 
-def kernel_of(variant, layer):
-    """The kernel object, and the number of its CTAs that it is told to launch at most (clusters)."""
+def kernel_of(variant, layer, ctas):
+    """The kernel object, and how many clusters it is told to launch at most."""
     import cutlass
     from common.megamoe_constants import SfPaddingBlock
 
-    clusters = 132 // (2 if variant.pair else 1)
+    clusters = ctas // (2 if variant.pair else 1)
     shared = {
         "mma_tiler_mnk": variant.tile, "cluster_shape_mnk": (2, 1, 1) if variant.pair else (1, 1, 1), "use_2cta_instrs": variant.pair,
         "group_hint": clusters, "sf_padding_block": SfPaddingBlock, "static_expert_shape": (layer.experts, 2 * layer.inter, layer.hidden),
@@ -175,13 +228,16 @@ def resources(module):
 def main():
     where, folder, name = sys.argv[1:4]
     variant = VARIANTS[name]
-    layer = Layer.random(four_bit=variant.arch == "sm100")
+    layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if where == "machine" else {}))
     with emulation.emulate(variant.arch, emulation.Options(limit_ms=LIMIT_MS)) as emulated:
         sys.path.insert(0, str(Path(folder) / TREES[variant.arch] / "src"))
         import cutlass.cute as cute
 
-        kernel, clusters = kernel_of(variant, layer)
+        kernel, clusters = kernel_of(variant, layer, 4 if where == "machine" else 132)
         arguments, out, kept = arguments_of(variant, layer, kernel, "cuda" if where == "gpu" else "cpu")
+        machine = OnMachine([tensor for tensor in kept.values()])
+        if where == "machine":
+            machine.hook()
         start = time.perf_counter()
         compiled = cute.compile(kernel, max_active_clusters=clusters, **arguments)
         found = {"compiled": round(time.perf_counter() - start, 1), "forms": [module.forms for module in emulated.modules]}
@@ -189,14 +245,24 @@ def main():
             for index, module in enumerate(emulated.modules):
                 Path(sys.argv[4], f"{index}.ptx").write_text(module.text)
         found["notes"] = [note for module in emulated.modules for note in module.notes]
-        found["kernels"] = [usage for module in emulated.modules for usage in resources(module)]
-        if where == "gpu":
+        if where == "assemble":
+            found["kernels"] = [usage for module in emulated.modules for usage in resources(module)]
+        if where == "machine":
+            machine.translate(emulated.modules)
+            found["translated"] = round(time.perf_counter() - start, 1)
+        if where != "assemble":
             start = time.perf_counter()
-            compiled(**arguments)
-            emulated.check()
+            try:
+                compiled(**arguments)
+            except Exception:  # noqa: BLE001 the host code only says that a launch failed
+                if machine.error is None:
+                    raise
+            if machine.error is not None:
+                raise machine.error
+            if where == "gpu":
+                emulated.check()
             found["launched"] = round(time.perf_counter() - start, 3)
             found |= compare(layer, out.float().cpu().numpy(), reduced=layer.four_bit or variant.reduce)
-        del kept
     print(json.dumps(found))
 
 
