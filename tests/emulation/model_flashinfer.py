@@ -108,7 +108,8 @@ class Layer:
 
 
 def compare(layer, got, reduced):
-    """How many outputs are wrong, of how many; and how many are the bfloat16 nearest to the reference.
+    """How many outputs are wrong, of how many, and of which experts (unless their terms are summed); which share is within a rounding; where each
+    expert's rows begin when they are padded to 64.
 
     `got` is (tokens, hidden), (tokens, 1, hidden) or (tokens, top_k, hidden). Wrong is what differs by more than one bfloat16 step of the
     summed terms' magnitudes and a hundredth of the row's own size: a code of the quantized middle may fall on the other side of a tie.
@@ -120,10 +121,13 @@ def compare(layer, got, reduced):
     off = np.abs(got - expected)
     wrong = ~(off <= bound)  # NaN is wrong
     close = off <= size * 2.0**-8
+    bad = [int(e) for e in range(layer.experts) if not reduced and wrong[layer.experts_of == e].any()]
+    rows = np.bincount(layer.experts_of.ravel(), minlength=layer.experts)
     return {
         "outputs": int(got.size),
+        "wrong_experts": bad,
+        "first_rows": np.concatenate([[0], np.cumsum(-(-rows // 64) * 64)])[:-1].tolist(),
         "wrong": int(wrong.sum()),
-        "wrong_tokens": int(wrong.reshape(layer.tokens, -1).any(-1).sum()),
         "close": float(close.mean()),
         "error": float(np.sqrt((off**2).sum() / (expected**2).sum())),
     }

@@ -84,6 +84,16 @@ class Instructions(instructions.Instructions):
     def do_cvta(self, p, o):
         return self.put(o[0], self.value(o[1], p[-1]), p[-1]) if "local" in p else super().do_cvta(p, o)
 
+    def do_red(self, p, o):
+        if p[-1] != "bf16x2" or "v2" not in p:
+            return super().do_red(p, o)
+        parts = [self.value(part, "u32") for part in instructions.vector(o[1])]
+        lines = [f"u32* at = (u32*)global_at(t, {self.where(o[0])}, {4 * len(parts)}, true);"]
+        for i, part in enumerate(parts):
+            sums = (f"to_bf16(from_bf16((u16)(at[{i}] >> {shift})) + from_bf16((u16)({part} >> {shift})))" for shift in (16, 0))
+            lines.append(f"at[{i}] = pair({', '.join(sums)});")
+        return "{ " + " ".join([*lines, "stored(t);"]) + " }"
+
     def do_fns(self, p, o):
         return self.put(o[0], f"find_nth_set({', '.join(self.value(x, 'u32') for x in o[1:])})", "u32")
 

@@ -1,10 +1,10 @@
 """Runs one of FlashInfer's MoE megakernels emulated and compares each output with a reference written here from the layer's definition.
 
-    python run_flashinfer.py WHERE FOLDER VARIANT [MODULES]
+    python run_flashinfer.py WHERE FOLDER VARIANT [normal | large]
 
 WHERE is "gpu" (a Hopper GPU), "machine" (tests/machine runs the rewritten kernels on the CPU) or "assemble" (rewrite and assemble, launch
 nothing). FOLDER is flashinfer/moe_ep/kernel_src of the
-flashinfer-python wheel. MODULES, when given, is a folder for the rewritten modules' text. Prints one JSON document on the last line.
+flashinfer-python wheel. Prints one JSON document on the last line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from megamoe.emulation.assemble import link, tool  # noqa: E402
 LIMIT_MS = 20_000
 CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
 SMALL = {"tokens": 24, "experts": 4, "hidden": 512, "inter": 256}
-"""The layer that the CPU does."""
+LARGE = {"tokens": 128, "experts": 16, "top_k": 4, "hidden": 2048, "inter": 512}
+"""Layers that the CPU does, and that is timed on a GPU."""
 COUNTERS = (
     *("l1_arrival_count", "expert_send_count", "grid_sync_counter", "nvlink_barrier_counter"),
     *("fc1_done_counter", "fc2_done_counter", "atomic_counter", "load_balance_counter"),
@@ -177,14 +178,24 @@ def arguments_of(variant, layer, kernel, device):
     data = torch.float4_e2m1fn_x2 if layer.four_bit else torch.float8_e4m3fn
     scale = torch.float8_e4m3fn if layer.four_bit else torch.float8_e8m0fnu
 
+    def zeros(*shape, dtype):
+        """At a multiple of 512 bytes, as device memory is."""
+        size = int(np.prod(shape)) * dtype.itemsize
+        memory = torch.zeros(size + 512, dtype=torch.uint8, device=device)
+        first = -memory.data_ptr() % 512
+        return memory[first : first + size].view(dtype).reshape(shape)
+
     def on_device(array, dtype=None):
-        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        given = torch.from_numpy(np.ascontiguousarray(array))
+        tensor = zeros(*given.shape, dtype=given.dtype)
+        tensor.copy_(given)
         return tensor if dtype is None else tensor.view(dtype)
 
-    local, shared = (torch.zeros(size, dtype=torch.uint8, device=device) for size in kernel.get_workspace_sizes())
+    local, shared = (zeros(size, dtype=torch.uint8) for size in kernel.get_workspace_sizes())
     reduced = layer.four_bit or variant.reduce
-    out = torch.zeros((layer.tokens, *(() if layer.four_bit else (1 if reduced else layer.top_k,)), layer.hidden), dtype=torch.bfloat16, device=device)
-    ones = torch.ones(layer.experts, dtype=torch.float32, device=device)
+    slots = () if layer.four_bit else (1 if reduced else layer.top_k,)
+    out = zeros(layer.tokens, *slots, layer.hidden, dtype=torch.bfloat16)
+    ones = np.ones(layer.experts, np.float32)
     tensors = {
         "activation": on_device(layer.x.bytes, data),
         "activation_sf": on_device(layer.x.scales, scale),
@@ -194,7 +205,7 @@ def arguments_of(variant, layer, kernel, device):
         "fc1_weight_sf": on_device(np.stack([blocked(s) for s in layer.fc1.scales]), scale),
         "fc2_weight": on_device(layer.fc2.bytes, data).permute(0, 2, 1),
         "fc2_weight_sf": on_device(np.stack([blocked(s) for s in layer.fc2.scales]), scale),
-        "fc1_alpha": ones, "fc2_alpha": ones.clone(), "fc1_norm_const": ones.clone(),
+        "fc1_alpha": on_device(ones), "fc2_alpha": on_device(ones), "fc1_norm_const": on_device(ones),
         "output_activation" if layer.four_bit else "combine_output": out,
         "local_workspace": local, "shared_workspace": shared,
     }  # fmt: skip
@@ -228,7 +239,7 @@ def resources(module):
 def main():
     where, folder, name = sys.argv[1:4]
     variant = VARIANTS[name]
-    layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if where == "machine" else {}))
+    layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if where == "machine" else LARGE if sys.argv[4:] == ["large"] else {}))
     with emulation.emulate(variant.arch, emulation.Options(limit_ms=LIMIT_MS)) as emulated:
         sys.path.insert(0, str(Path(folder) / TREES[variant.arch] / "src"))
         import cutlass.cute as cute
@@ -238,15 +249,20 @@ def main():
         machine = OnMachine([tensor for tensor in kept.values()])
         if where == "machine":
             machine.hook()
+        rewriting, rewrite = [], emulated.compiled
+
+        def timed(*of_module):
+            begin = time.perf_counter()
+            rewrite(*of_module)
+            rewriting.append(time.perf_counter() - begin)
+
+        emulated.compiled = timed
         start = time.perf_counter()
         compiled = cute.compile(kernel, max_active_clusters=clusters, **arguments)
         found = {"compiled": round(time.perf_counter() - start, 1), "forms": [module.forms for module in emulated.modules]}
-        if len(sys.argv) > 4:
-            for index, module in enumerate(emulated.modules):
-                Path(sys.argv[4], f"{index}.ptx").write_text(module.text)
+        found["rewritten"] = round(sum(rewriting), 3)
         found["notes"] = [note for module in emulated.modules for note in module.notes]
-        if where == "assemble":
-            found["kernels"] = [usage for module in emulated.modules for usage in resources(module)]
+        found["kernels"] = [usage for module in emulated.modules for usage in resources(module)]
         if where == "machine":
             machine.translate(emulated.modules)
             found["translated"] = round(time.perf_counter() - start, 1)

@@ -1,5 +1,5 @@
-"""FlashInfer's MoE megakernels: real code of other people, whole layers. Compiled, rewritten and assembled everywhere; on a Hopper GPU they run
-emulated and every output is compared with a reference of our own.
+"""FlashInfer's MoE megakernels: real code of other people, whole layers. They are compiled, rewritten, assembled, and run with every output compared
+with a reference of our own: a small layer on the CPU's machine (``tests/machine``), a larger one emulated on a Hopper GPU.
 
 The kernels come from the folder that MEGAMOE_FLASHINFER names (flashinfer/moe_ep/kernel_src of the wheel), else from the wheel itself, which is
 fetched for the test and thrown away.
@@ -21,17 +21,16 @@ WHEEL = "flashinfer-python==0.7.2.post1"
 KERNELS = "flashinfer/moe_ep/kernel_src/"
 TREES = ("sm100/cutedsl_megamoe/src/", "sm120/swapab_cutedsl_megakernel/src/")
 CTA_REGISTERS = 65536
-ON_GPU = ["sm120", "sm100 one CTA", "sm100 pair", "sm120 standalone return", "sm100 reduce", "sm120 reduce"]
-"""Simplest first."""
-SPECIAL = {
-    "sm100 one CTA": {"tcgen05.mma", "tcgen05.cp", "tcgen05.ld, st", "f32x2", "cvt f32 to fp4, fp6", "tensor store"},
+FORMS = {
+    "sm120": {"mma.sync block_scale", "cvt to ue8m0", "cvt ue8m0 to bf16", "stmatrix b8", "tensor load"},
+    "sm100 one CTA": {"tcgen05.mma", "tcgen05.cp", "tcgen05.ld, st", "tcgen05.commit", "f32x2", "cvt f32 to fp4, fp6", "tensor store", "256-bit ld, st"},
     "sm100 pair": {"tcgen05.mma", "tcgen05.cp", "tcgen05.commit", "tensor load"},
-    "sm100 reduce": {"tcgen05.mma"},
-    "sm120": {"mma.sync block_scale", "cvt to ue8m0", "stmatrix b8"},
-    "sm120 standalone return": {"mma.sync block_scale"},
-    "sm120 reduce": {"mma.sync block_scale"},
-    "sm120 128 tokens": {"mma.sync block_scale"},
-}
+    "sm120 standalone return": {"mma.sync block_scale", "stmatrix b8"},
+    "sm100 reduce": {"tcgen05.mma", "f32x2"},
+}  # fmt: skip
+"""What each variant that gives right results uses, simplest first."""
+PADDING = 64
+"""Rows that SM120 pads an expert's tokens to."""
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -57,8 +56,8 @@ def flashinfer(tmp_path_factory):
     return fetched / KERNELS
 
 
-def run(flashinfer, tmp_path, where, variant):
-    command = [sys.executable, str(HERE / "run_flashinfer.py"), where, str(flashinfer), variant]
+def run(flashinfer, tmp_path, where, variant, size="normal"):
+    command = [sys.executable, str(HERE / "run_flashinfer.py"), where, str(flashinfer), variant, size]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -66,29 +65,40 @@ def run(flashinfer, tmp_path, where, variant):
     return found
 
 
-@pytest.mark.parametrize("variant", SPECIAL)
-def test_it_is_rewritten_and_assembled(toolkit, flashinfer, tmp_path, variant):
-    found = run(flashinfer, tmp_path, "assemble", variant)
-    assert SPECIAL[variant] <= {form for forms in found["forms"] for form in forms}
+@pytest.mark.parametrize("where", ["machine", pytest.param("gpu", marks=pytest.mark.emulated)])
+@pytest.mark.parametrize("variant", FORMS)
+def test_no_output_is_wrong(toolkit, flashinfer, tmp_path, variant, where):
+    found = run(flashinfer, tmp_path, where, variant)
+    assert FORMS[variant] <= {form for forms in found["forms"] for form in forms}
     assert found["notes"] == []  # nothing is left to a single thread
     assert found["kernels"]
     for kernel in found["kernels"]:
         assert kernel["threads"] * kernel["registers"] <= CTA_REGISTERS, kernel
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("variant", ON_GPU)
-def test_no_output_is_wrong(toolkit, flashinfer, tmp_path, variant):
-    found = run(flashinfer, tmp_path, "gpu", variant)
-    assert found["outputs"] >= 64 * 1024
     assert found["wrong"] == 0, found
-    assert found["close"] > 0.99, found
+    assert found["close"] > 0.9, found  # the others are sums of bfloat16 terms
+
+
+@pytest.mark.parametrize("where", ["machine", pytest.param("gpu", marks=pytest.mark.emulated)])
+def test_the_reported_fault_of_the_tile_of_128_tokens_shows(toolkit, flashinfer, tmp_path, where):
+    """On hardware this tile gives wrong results, FlashInfer therefore does not choose it. Experts are padded to 64 rows, scales are laid out for
+    128: experts whose rows begin halfway in such a block are wrong, the others right."""
+    found = run(flashinfer, tmp_path, where, "sm120 128 tokens")
+    assert found["wrong"] > 0
+    assert found["error"] > 0.05
+    assert found["wrong_experts"]
+    assert all(found["first_rows"][expert] % (2 * PADDING) == PADDING for expert in found["wrong_experts"]), found
+
+
+def test_the_reported_illegal_access_of_the_sum_inside_the_kernel_shows(toolkit, flashinfer, tmp_path):
+    """Not on a GPU: the access is out of bounds there, too."""
+    with pytest.raises(AssertionError, match="bytes at global address .* lie in no buffer of the launch"):
+        run(flashinfer, tmp_path, "machine", "sm120 reduce")
 
 
 @pytest.mark.emulated
-def test_whether_the_fault_of_the_tile_with_128_tokens_shows(toolkit, flashinfer, tmp_path):
-    """On hardware this tile is reported to give wrong results. Emulated it either does too, in whole tokens, or has none at all: a few wrong
-    outputs would be a fault of the emulation."""
-    found = run(flashinfer, tmp_path, "gpu", "sm120 128 tokens")
-    print("the reported fault", "shows" if found["wrong"] else "does not show", found)
-    assert found["wrong"] == 0 or found["error"] > 0.01, found
+def test_a_layer_takes_less_than_five_seconds(toolkit, flashinfer, tmp_path):
+    """128 tokens, hidden 2048; rewriting included, its result cached on disk by the first run. Without imports and CuTe DSL's own compilation."""
+    for _ in range(2):
+        found = run(flashinfer, tmp_path, "gpu", "sm100 one CTA", "large")
+        assert found["wrong"] == 0, found
+    assert found["rewritten"] + found["launched"] < 5, found

@@ -22,7 +22,7 @@ void emulation_start(u32 bytes, u32 seed) {
 
 // Before every call: who calls.
 void emulation_enter(Thread *t) {
-  if (!shared_base[t->smid]) shared_base[t->smid] = (char *)shared_at(t, t->shared, 1, false) - 1024;
+  if (!shared_base[t->smid] && shared_bytes) shared_base[t->smid] = (char *)shared_at(t, t->shared, 1, false) - 1024;
   self = t;
 }
 
