@@ -39,7 +39,12 @@ def signatures():
 class Instructions(instructions.Instructions):
     """With calls of device functions, local memory, and what the megakernels use besides."""
 
-    calls = 0
+    delayed = False
+
+    def do_mbarrier(self, p, o):
+        if self.delayed:  # waiting threads must come back: delayed operations make progress where they poll
+            p = ["test_wait" if word == "try_wait" else word for word in p]
+        return super().do_mbarrier(p, o)
 
     def bits(self, operand):
         operand = operand.strip()
@@ -130,7 +135,9 @@ class Kernel:
         shared, self.static_bytes = translate._shared(module)
         self.threads = int(re.search(r"\.(?:reqntid|maxntid) (\d+)", header)[1])
         self.rewritten = rewritten
-        body = Body(Instructions(shared, offsets))
+        translated = Instructions(shared, offsets)
+        translated.delayed = bool(rewritten.seed)
+        body = Body(translated)
         for index in range(function.start, function.end):
             if module.statements[index].text:
                 body.add(module.statements[index])

@@ -1,9 +1,9 @@
 """Runs one of FlashInfer's MoE megakernels emulated and compares each output with a reference written here from the layer's definition.
 
-    python run_flashinfer.py WHERE FOLDER VARIANT [normal | large]
+    python run_flashinfer.py WHERE[:SEED] FOLDER VARIANT [normal | large]
 
 WHERE is "gpu" (a Hopper GPU), "machine" (tests/machine runs the rewritten kernels on the CPU) or "assemble" (rewrite and assemble, launch
-nothing). FOLDER is flashinfer/moe_ep/kernel_src of the
+nothing). SEED, when given, is that of delayed mode. FOLDER is flashinfer/moe_ep/kernel_src of the
 flashinfer-python wheel. Prints one JSON document on the last line.
 """
 
@@ -238,9 +238,10 @@ def resources(module):
 
 def main():
     where, folder, name = sys.argv[1:4]
+    where, _, seed = where.partition(":")
     variant = VARIANTS[name]
     layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if where == "machine" else LARGE if sys.argv[4:] == ["large"] else {}))
-    with emulation.emulate(variant.arch, emulation.Options(limit_ms=LIMIT_MS)) as emulated:
+    with emulation.emulate(variant.arch, emulation.Options(seed=int(seed) if seed else None, loads_wait=False, limit_ms=LIMIT_MS)) as emulated:
         sys.path.insert(0, str(Path(folder) / TREES[variant.arch] / "src"))
         import cutlass.cute as cute
 

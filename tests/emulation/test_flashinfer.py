@@ -78,6 +78,13 @@ def test_no_output_is_wrong(toolkit, flashinfer, tmp_path, variant, where):
     assert found["close"] > 0.9, found  # the others are sums of bfloat16 terms
 
 
+@pytest.mark.parametrize(("variant", "seed"), [("sm120", 2), ("sm100 pair", 5)])
+def test_no_output_is_wrong_when_operations_are_delayed(toolkit, flashinfer, tmp_path, variant, seed):
+    found = run(flashinfer, tmp_path, f"machine:{seed}", variant)
+    assert {"delayed"} <= {form for forms in found["forms"] for form in forms}
+    assert found["wrong"] == 0, found
+
+
 @pytest.mark.parametrize("where", ["machine", pytest.param("gpu", marks=pytest.mark.emulated)])
 def test_the_reported_fault_of_the_tile_of_128_tokens_shows(toolkit, flashinfer, tmp_path, where):
     """On hardware this tile gives wrong results, FlashInfer therefore does not choose it. Experts are padded to 64 rows, scales are laid out for

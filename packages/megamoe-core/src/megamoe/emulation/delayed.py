@@ -95,6 +95,12 @@ class Later:
             return [*self._happen(self.bulk), "cp.async.bulk.commit_group;", f"{instruction.opcode} 0;"]
         return None
 
+    def order(self, instruction: Instruction) -> list[str]:
+        """What happens before a tcgen05.ld that is not delayed: its thread's earlier stores, as code that leaves out the waits relies on."""
+        if not self.stores or not instruction.opcode.startswith("tcgen05.ld."):
+            return []
+        return [*self._happen(self.stores), "bar.warp.sync -1;"]
+
     def leave(self) -> list[str]:
         """What still happens when a thread ends."""
         return [*self._happen(self.bulk), "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;"] if self.bulk else []
