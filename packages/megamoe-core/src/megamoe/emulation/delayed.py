@@ -16,7 +16,7 @@ from megamoe.emulation.replacements import tmem_access, tmem_base
 from megamoe.emulation.table import find
 
 _BULK_STORE = re.compile(r"cp\.(reduce\.)?async\.bulk(\.tensor\.\dd)?\.global\.shared::cta\..*bulk_group.*")
-_ACCESS = re.compile(r"tcgen05\.(?P<what>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.x\d+\.b32")
+_ACCESS = re.compile(r"tcgen05\.(?P<what>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.x\d+(\.(un)?pack::16b)?\.b32")
 
 
 @dataclass

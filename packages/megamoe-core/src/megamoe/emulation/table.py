@@ -49,7 +49,7 @@ FORMS: tuple[Form, ...] = (
     _form("tcgen05.relinquish_alloc_permit", r"tcgen05\.relinquish_alloc_permit\..*", by.relinquish, "test_tmem.py"),
     _form(
         "tcgen05.ld, st",
-        rf"tcgen05\.(ld|st)\.sync\.aligned\.(?P<shape>{'|'.join(LOAD_SHAPES)})\.x\d+\.b32",
+        rf"tcgen05\.(ld|st)\.sync\.aligned\.(?P<shape>{'|'.join(LOAD_SHAPES)})\.x\d+(\.(un)?pack::16b)?\.b32",
         by.tmem_ld_st,
         "test_tmem.py",
     ),
