@@ -1,7 +1,7 @@
 """The MoE layer that FlashInfer's megakernels compute, in numpy, from its definition: no code of theirs, and none of the emulation's.
 
-Every expert e of a token: quantized(weight * silu(gate) * up) @ fc2[e], where gate and up are the halves of x @ fc1[e] in runs of 16 (NVFP4) or 8
-(MXFP8) columns. Products and sums are in float64.
+Every expert e of a token: quantized(weight * silu(gate) * up) @ fc2[e], where gate and up are the halves of x @ fc1[e] in runs of
+16 (NVFP4) or 8 (MXFP8) columns. Products and sums are in float64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Quantized:
 def quantized(codes, scales, four_bit):
     """Codes (..., K) and scale codes (..., K / block)."""
     block = 16 if four_bit else 32
-    table, factors = model_numbers.table("e2m1" if four_bit else "e4m3"), model_numbers.table("e4m3") if four_bit else model_numbers.ue8m0_table()
+    table, factors = (
+        model_numbers.table("e2m1" if four_bit else "e4m3"),
+        model_numbers.table("e4m3") if four_bit else model_numbers.ue8m0_table(),
+    )
     values = table[codes] * np.repeat(factors[scales], block, -1)
     data = codes[..., 0::2] | codes[..., 1::2] << 4 if four_bit else codes
     return Quantized(data.astype(np.uint8), scales.astype(np.uint8), values)
@@ -50,7 +53,7 @@ def quantize(x, four_bit):
 
 
 def blocked(scales):
-    """Scales (rows, columns) in the order that block-scaled products read: blocks of 128 rows by 4, row r of it is word r // 32 of line r % 32."""
+    """Scales (rows, columns) as block-scaled products read them: blocks of 128 rows by 4, of which row r is word r // 32 of line r % 32."""
     rows, columns = scales.shape
     padded = np.zeros((-(-rows // 128) * 128, -(-columns // 4) * 4), np.uint8)
     padded[:rows, :columns] = scales
@@ -108,8 +111,8 @@ class Layer:
 
 
 def compare(layer, got, reduced):
-    """How many outputs are wrong, of how many, and of which experts (unless their terms are summed); which share is within a rounding; where each
-    expert's rows begin when they are padded to 64.
+    """How many outputs are wrong, of how many, and of which experts (unless their terms are summed); which share is within a rounding; where
+    each expert's rows begin when they are padded to 64.
 
     `got` is (tokens, hidden), (tokens, 1, hidden) or (tokens, top_k, hidden). Wrong is what differs by more than one bfloat16 step of the
     summed terms' magnitudes and a hundredth of the row's own size: a code of the quantized middle may fall on the other side of a tie.

@@ -1,5 +1,5 @@
-"""Rewritten kernels on the machine of ``tests/machine``: translated to C++ with the emulation's device functions as they are, fast enough for whole
-layers. Threads take turns where they wait, in an order that a seed draws; memory is sequentially consistent."""
+"""Rewritten kernels on the machine of ``tests/machine``: translated to C++ with the emulation's device functions as they are, fast enough
+for whole layers. Threads take turns where they wait, in an order that a seed draws; memory is sequentially consistent."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import functools
 import re
 from pathlib import Path
 
+from tests.machine import instructions, launch, translate
+
 from megamoe.emulation.assemble import DEVICE_SOURCES
 from megamoe.emulation.faults import RECORD, read_fault
-from megamoe.emulation.ptx import Kind, address, parse
-from tests.machine import instructions, launch, translate
+from megamoe.emulation.ptx import address, parse
 
 HOST = Path(__file__).parent / "host"
 
@@ -57,7 +58,7 @@ class Instructions(instructions.Instructions):
         values = ", ".join(
             self.value(x, "f32") if kind == "float" else self.value(x, "u" + kind[1:]) for x, kind in zip(arguments, kinds, strict=True)
         )
-        call = f"emulation_enter(t); "
+        call = "emulation_enter(t); "
         if not to:
             return f"{{ {call}{name}({values}); }}"
         if result == "Four":

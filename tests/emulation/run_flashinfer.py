@@ -82,9 +82,9 @@ class OnMachine:
         """Before anything is compiled."""
         from cutlass.base_dsl.dsl import BaseDSL
         from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
+        from tests.machine.launch import _CALLBACK, _capture_library
 
         from megamoe.emulation import load
-        from tests.machine.launch import _CALLBACK, _capture_library
 
         self.callback = _CALLBACK(self.launch)
         library = _capture_library()
@@ -122,7 +122,7 @@ class OnMachine:
 
 
 class AsIfOnDevice:
-    """A tensor of host memory that says it is device memory: without a GPU kernels are compiled for the address space that they would get."""
+    """A tensor of host memory that says it is device memory, so that kernels are compiled for that address space without a GPU."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -214,7 +214,9 @@ def arguments_of(variant, layer, kernel, device):
         if name.endswith("workspace") and layer.four_bit:
             arguments[name] = cute.runtime.make_ptr(cutlass.Uint8, tensor.data_ptr(), AddressSpace.gmem, assumed_align=16)
             continue
-        view = interop.from_dlpack(tensor if device == "cuda" else AsIfOnDevice(tensor), assumed_align=4 if name[-5:] in ("alpha", "const") else 16)
+        view = interop.from_dlpack(
+            tensor if device == "cuda" else AsIfOnDevice(tensor), assumed_align=4 if name[-5:] in ("alpha", "const") else 16
+        )
         if name != "local_workspace":
             view = view.mark_layout_dynamic(leading_dim=interop.get_leading_dim(tensor))
         arguments[name] = view
@@ -241,7 +243,9 @@ def main():
     where, _, seed = where.partition(":")
     variant = VARIANTS[name]
     layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if where == "machine" else LARGE if sys.argv[4:] == ["large"] else {}))
-    with emulation.emulate(variant.arch, emulation.Options(seed=int(seed) if seed else None, loads_wait=False, limit_ms=LIMIT_MS)) as emulated:
+    with emulation.emulate(
+        variant.arch, emulation.Options(seed=int(seed) if seed else None, loads_wait=False, limit_ms=LIMIT_MS)
+    ) as emulated:
         sys.path.insert(0, str(Path(folder) / TREES[variant.arch] / "src"))
         import cutlass.cute as cute
 
@@ -271,7 +275,7 @@ def main():
             start = time.perf_counter()
             try:
                 compiled(**arguments)
-            except Exception:  # noqa: BLE001 the host code only says that a launch failed
+            except Exception:
                 if machine.error is None:
                     raise
             if machine.error is not None:

@@ -1,8 +1,8 @@
-"""FlashInfer's MoE megakernels: real code of other people, whole layers. They are compiled, rewritten, assembled, and run with every output compared
-with a reference of our own: a small layer on the CPU's machine (``tests/machine``), a larger one emulated on a Hopper GPU.
+"""FlashInfer's MoE megakernels: real code of other people, whole layers. They are compiled, rewritten, assembled, and run with every output
+compared with a reference of our own: a small layer on the CPU's machine (``tests/machine``), a larger one emulated on a Hopper GPU.
 
-The kernels come from the folder that MEGAMOE_FLASHINFER names (flashinfer/moe_ep/kernel_src of the wheel), else from the wheel itself, which is
-fetched for the test and thrown away.
+The kernels come from the folder that MEGAMOE_FLASHINFER names (flashinfer/moe_ep/kernel_src of the wheel), else from the wheel itself,
+which is fetched for the test and thrown away.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TREES = ("sm100/cutedsl_megamoe/src/", "sm120/swapab_cutedsl_megakernel/src/")
 CTA_REGISTERS = 65536
 FORMS = {
     "sm120": {"mma.sync block_scale", "cvt to ue8m0", "cvt ue8m0 to bf16", "stmatrix b8", "tensor load"},
-    "sm100 one CTA": {"tcgen05.mma", "tcgen05.cp", "tcgen05.ld, st", "tcgen05.commit", "f32x2", "cvt f32 to fp4, fp6", "tensor store", "256-bit ld, st"},
+    "sm100 one CTA": {"tcgen05.mma", "tcgen05.cp", "tcgen05.ld, st", "tcgen05.commit", "f32x2", "cvt f32 to fp4, fp6", "tensor store"},
     "sm100 pair": {"tcgen05.mma", "tcgen05.cp", "tcgen05.commit", "tensor load"},
     "sm120 standalone return": {"mma.sync block_scale", "stmatrix b8"},
     "sm100 reduce": {"tcgen05.mma", "f32x2"},
@@ -87,8 +87,8 @@ def test_no_output_is_wrong_when_operations_are_delayed(toolkit, flashinfer, tmp
 
 @pytest.mark.parametrize("where", ["machine", pytest.param("gpu", marks=pytest.mark.emulated)])
 def test_the_reported_fault_of_the_tile_of_128_tokens_shows(toolkit, flashinfer, tmp_path, where):
-    """On hardware this tile gives wrong results, FlashInfer therefore does not choose it. Experts are padded to 64 rows, scales are laid out for
-    128: experts whose rows begin halfway in such a block are wrong, the others right."""
+    """On hardware this tile gives wrong results, FlashInfer therefore does not choose it. Experts are padded to 64 rows, scales are laid
+    out for 128: experts whose rows begin halfway in such a block are wrong, the others right."""
     found = run(flashinfer, tmp_path, where, "sm120 128 tokens")
     assert found["wrong"] > 0
     assert found["error"] > 0.05
@@ -98,13 +98,13 @@ def test_the_reported_fault_of_the_tile_of_128_tokens_shows(toolkit, flashinfer,
 
 def test_the_reported_illegal_access_of_the_sum_inside_the_kernel_shows(toolkit, flashinfer, tmp_path):
     """Not on a GPU: the access is out of bounds there, too."""
-    with pytest.raises(AssertionError, match="bytes at global address .* lie in no buffer of the launch"):
+    with pytest.raises(AssertionError, match=r"bytes at global address .* lie in no buffer of the launch"):
         run(flashinfer, tmp_path, "machine", "sm120 reduce")
 
 
 @pytest.mark.emulated
 def test_a_layer_takes_less_than_five_seconds(toolkit, flashinfer, tmp_path):
-    """128 tokens, hidden 2048; rewriting included, its result cached on disk by the first run. Without imports and CuTe DSL's own compilation."""
+    """128 tokens, hidden 2048. Rewriting included, with its result on disk from the first run, imports and CuTe DSL's compiler are not."""
     for _ in range(2):
         found = run(flashinfer, tmp_path, "gpu", "sm100 one CTA", "large")
         assert found["wrong"] == 0, found

@@ -64,8 +64,6 @@ def kernel(body: str) -> str:
     [
         "tcgen05.shift.cta_group::1.down [%r1];",
         "tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%r1, %r2}, %r3, [%r4];",
-        "tcgen05.ld.sync.aligned.32x32b.x1.pack::16b.b32 {%r1}, [%r4];",
-        "tcgen05.ld.sync.aligned.16x32bx2.x1.b32 {%r1}, [%r4], 2;",
         "tcgen05.cp.cta_group::1.4x256b [%r1], %rd1;",
         "tcgen05.cp.cta_group::1.128x256b.b8x16.b4x16_p64 [%r1], %rd1;",
         "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r3], %r2, %p1;",
@@ -73,7 +71,9 @@ def kernel(body: str) -> str:
         "tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r2, %p1, 3;",
         "mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4.f32.e2m1.e4m3.f32 {%f1, %f2}, {%r1, %r2}, {%r5, %r6}, {%f1, %f2};",
         "cvt.rn.satfinite.e2m1x4.f32 %rs1, {%f1, %f2, %f3, %f4};",
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];",
+        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col::w.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r3}], [%r4];",
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%rd1, {%r2, %r3, %r3, %r3, %r3}], [%r4];",
+        "tensormap.replace.tile.elemtype.global.b1024.b32 [%rd1], 13;",
     ],
 )
 def test_what_has_no_replacement_is_refused_with_its_line(instruction):

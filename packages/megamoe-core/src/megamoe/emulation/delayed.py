@@ -96,7 +96,7 @@ class Later:
         return None
 
     def order(self, instruction: Instruction) -> list[str]:
-        """What happens before a tcgen05.ld that is not delayed: its thread's earlier stores, as code that leaves out the waits relies on."""
+        """What happens before a tcgen05.ld that is not delayed: its thread's earlier stores, on which some code relies."""
         if not self.stores or not instruction.opcode.startswith("tcgen05.ld."):
             return []
         return [*self._happen(self.stores), "bar.warp.sync -1;"]

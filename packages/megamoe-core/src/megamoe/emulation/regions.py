@@ -11,7 +11,7 @@ operands into registers, all lanes meet at the cut and do the operation together
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megamoe.emulation.ptx import Function, Kind, Module, Statement
@@ -58,14 +58,16 @@ def flatten(module: Module, collective: Callable[[Statement], bool]) -> Module:
                 continue
             count += 1
             names = [name.strip() for match in declared for name in match[1].split(",")]
-            pattern = re.compile(rf"(?<![\w.%$:])({'|'.join(map(re.escape, names))})(?![\w.])") if names else None
+            own = {name: f"%block{count}_{name.replace('%', '_')}" for name in names}
             for index in (start, end):
                 statements[index] = replace(statements[index], kind=Kind.LINE, text="")
             for index in range(start + 1, end):
-                if pattern:
-                    renamed = pattern.sub(lambda match, number=count: f"%block{number}_{match[1].lstrip('%')}", statements[index].text)
-                    statements[index] = replace(statements[index], text=renamed)
+                statements[index] = replace(statements[index], text=_renamed(statements[index].text, own))
     return Module(statements, module.tail)
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"(?<![\w.%$:])[%\w$]+(?![\w.])", lambda match: names.get(match[0], match[0]), text)
 
 
 _REGISTERS = re.compile(r"\.reg\s+\.\w+\s+([\w%$]+(?:\s*,\s*[\w%$]+)*)\s*;")

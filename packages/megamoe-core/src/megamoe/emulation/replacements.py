@@ -311,15 +311,15 @@ def coordinates(code: Code, operand: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def tensor_load(i: Instruction, m: re.Match[str], names: Names) -> Replacement:
-    if not re.search(r"\.global(\.tile)?\.mbarrier", i.opcode):
+    if not re.search(r"\.global(\.tile(::gather4)?)?\.mbarrier", i.opcode):
         raise unsupported(i, "only copies of tiles have a replacement")
-    code, pair = Code(names), "cta_group::2" in i.opcode
+    code, pair, gather = Code(names), "cta_group::2" in i.opcode, "::gather4" in i.opcode
     tensor, at = coordinates(code, i.operands[1])
     to, barrier = code.shared_address(i.operands[0]), code.shared_address(i.operands[2])
     mask = code.widen(i.operands[3]) if "multicast" in i.opcode else "0"
-    arguments = [("b64", tensor), *at, ("b32", to), ("b32", barrier), ("b32", mask), ("b32", str(int(pair)))]
+    arguments = [("b64", tensor), *at, ("b32", to), ("b32", barrier), ("b32", mask), ("b32", str(pair | gather << 1))]
     native = f"{re.sub(r'[.]cta_group::1', '', i.opcode)} {', '.join(i.operands)};"
-    return Collective(code.lines, "megamoe_tensor_load", arguments, names.register("b32"), () if pair else (native,))
+    return Collective(code.lines, "megamoe_tensor_load", arguments, names.register("b32"), () if pair or gather else (native,))
 
 
 def tensor_store(i: Instruction, _: re.Match[str], names: Names) -> Replacement:

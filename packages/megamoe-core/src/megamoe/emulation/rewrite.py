@@ -31,8 +31,8 @@ class Options:
         strict: poison shared memory with NaN bytes and hold it to the real architecture's limit.
         seed: delayed mode with this seed, 1 or more; ``None``: every operation takes effect at once.
         loads_wait: in delayed mode, registers of tcgen05.ld arrive at tcgen05.wait::ld and see what a thread stored before its wait::st, as
-            the specification says. ``False``: they arrive at once and see the thread's earlier stores, for code that leaves those waits out and
-            relies on ptxas and on the order of a warp's accesses, as CuTe DSL 4.8's examples and FlashInfer's kernels do.
+            the specification says. ``False``: they arrive at once and see the thread's earlier stores, for code that leaves those waits
+            out and relies on ptxas and on the order of a warp's accesses, as CuTe DSL 4.8's examples and FlashInfer's kernels do.
         limit_ms: milliseconds after which every barrier wait of a CTA gives up; 1 to 2**32 - 1.
     """
 
