@@ -195,7 +195,7 @@ def mma(kind: str, columns: int, steps: int = 1, group: int = 1, block: str = ""
     return kernel("sm_100a", MMA_PARAMETERS, body + free(512, group), directives)
 
 
-def ld_st(shape: str, registers: int, columns: int, wait_store: bool = True) -> str:
+def ld_st(shape: str, registers: int, columns: int, wait_store: bool = True, unpack: bool = False) -> str:
     """Every warp stores lane * 1000 + register (+ 100000 * warp) with `shape`, then dumps its lanes."""
     values = ", ".join(f"%r{100 + i}" for i in range(registers))
     body = START + allocate() + "\tbar.sync 0;\n\tld.shared.b32 %r7, [%r2];\n\tand.b32 %r8, %r1, 31;\n"
@@ -205,12 +205,21 @@ def ld_st(shape: str, registers: int, columns: int, wait_store: bool = True) -> 
     for half in range(1 if shape == "32x32b" else 2):  # 16-lane shapes: both halves of the warp's lanes
         if half:
             body += "\tadd.u32 %r9, %r9, 1048576;\n" + "".join(f"\tadd.u32 %r{100 + i}, %r{100 + i}, 50000;\n" for i in range(registers))
-        body += f"\ttcgen05.st.sync.aligned.{shape}.x{repeats(shape, registers)}.b32 [%r9], {{{values}}};\n"
+        opcode = f"tcgen05.st.sync.aligned.{shape}.x{repeats(shape, registers)}{'.unpack::16b' * unpack}.b32"
+        body += f"\t{opcode} [%r9], {split(shape)}{{{values}}};\n"
     body += "\ttcgen05.wait::st.sync.aligned;\n" if wait_store else ""
     return kernel("sm_100a", "u64 d", body + dump(columns) + free())
 
 
-def load_shape(shape: str, registers: int, columns: int) -> str:
+def split(shape: str) -> str:
+    """Operand with the distance of the two halves of 16x32bx2, in columns."""
+    return f"{SPLIT}, " if shape == "16x32bx2" else ""
+
+
+SPLIT = 5
+
+
+def load_shape(shape: str, registers: int, columns: int, pack: bool = False) -> str:
     """Warps store lane * 1000 + column (+ 100000 * warp) with 32x32b, then load with `shape` into d[thread][register]."""
     values = ", ".join(f"%r{100 + i}" for i in range(registers))
     body = START + allocate() + "\tbar.sync 0;\n\tld.shared.b32 %r7, [%r2];\n\tand.b32 %r8, %r1, 31;\n"
@@ -218,14 +227,15 @@ def load_shape(shape: str, registers: int, columns: int) -> str:
     for column in range(columns):
         body += f"\tadd.u32 %r10, %r8, {column};\n\ttcgen05.st.sync.aligned.32x32b.x1.b32 [%r9+{column}], {{%r10}};\n"
     body += "\ttcgen05.wait::st.sync.aligned;\n"
-    body += f"\ttcgen05.ld.sync.aligned.{shape}.x{repeats(shape, registers)}.b32 {{{values}}}, [%r9];\n\ttcgen05.wait::ld.sync.aligned;\n"
+    opcode = f"tcgen05.ld.sync.aligned.{shape}.x{repeats(shape, registers)}{'.pack::16b' * pack}.b32"
+    body += f"\t{opcode} {{{values}}}, {', '.join(['[%r9]', *filter(None, [split(shape)[:-2]])])};\n\ttcgen05.wait::ld.sync.aligned;\n"
     body += f"\tld.param.u64 %rd8, [d];\n\tmad.wide.u32 %rd9, %r1, {4 * registers}, %rd8;\n"
     body += "".join(f"\tst.global.b32 [%rd9+{4 * i}], %r{100 + i};\n" for i in range(registers))
     return kernel("sm_100a", "u64 d", body + free())
 
 
 def repeats(shape: str, registers: int) -> int:
-    return registers // {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}[shape]
+    return registers // {"32x32b": 1, "16x32bx2": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}[shape]
 
 
 def cp(shape: str, rows: int, columns: int) -> str:
@@ -312,8 +322,11 @@ def wide_access() -> str:
     return kernel("sm_100a", "u64 x, u64 d", body.replace("\tst.global", pack + "\tst.global"), ".reqntid 32, 1, 1")
 
 
-def tensor_load(boxes: int, pair: bool = False) -> str:
-    """One box of a 2-dimensional tensor to shared memory at 1024, then `boxes` bytes of it to d. x and y are its corner."""
+def tensor_load(boxes: int, pair: bool = False, rows: tuple[int, ...] = ()) -> str:
+    """One box of a 2-dimensional tensor to shared memory at 1024, then `boxes` bytes of it to d. x and y are its corner.
+
+    With `rows` it gathers four rows: that y, and three that lie so many rows away from it.
+    """
     body = (
         START
         + """	setp.ne.u32 %p2, %r1, 0;
@@ -335,9 +348,13 @@ $initialized:
 """
     )
     opcode = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes" + (".cta_group::2" if pair else "")
+    corner = ", ".join(["%r10", "%r11", *(f"%r{30 + i}" for i in range(len(rows)))])
+    body += "".join(f"\tadd.s32 %r{30 + i}, %r11, {row};\n" for i, row in enumerate(rows))
+    if rows:  # PTX writes the CTA's own shared memory here
+        opcode = opcode.replace("global.tile", "global.tile::gather4").replace("shared::cluster", "shared::cta")
     body += f"""	mov.b32 %r12, {boxes};
 	mbarrier.arrive.expect_tx.shared::cta.b64 %rd3, [%r2+8], %r12;
-	{opcode} [%r2+1024], [%rd2, {{%r10, %r11}}], [%r2+8];
+	{opcode} [%r2+1024], [%rd2, {{{corner}}}], [%r2+8];
 $issued:
 """
     body += (
@@ -488,6 +505,13 @@ ALL = {
         f"ld {shape}": load_shape(shape, registers, 8)
         for shape, registers in (("32x32b", 8), ("16x64b", 4), ("16x128b", 4), ("16x256b", 4))
     },
+    "gather4": tensor_load(512, rows=(7, -2, 30)),
+    "st 16x32bx2": ld_st("16x32bx2", 2, 8),
+    "st 16x32bx2 unpack": ld_st("16x32bx2", 2, 16, unpack=True),
+    "st 16x256b unpack": ld_st("16x256b", 4, 16, unpack=True),
+    "ld 16x32bx2": load_shape("16x32bx2", 2, 8),
+    "ld 32x32b pack": load_shape("32x32b", 4, 16, pack=True),
+    "ld 16x32bx2 pack": load_shape("16x32bx2", 2, 16, pack=True),
     "cp 32x128b": cp("32x128b.warpx4", 32, 4),
     "cp 128x128b": cp("128x128b", 128, 4),
     "cp 128x256b": cp("128x256b", 128, 8),

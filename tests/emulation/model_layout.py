@@ -64,6 +64,8 @@ def load_cells(shape: str, registers: int) -> np.ndarray:
         for register in range(registers):
             if shape == "32x32b":
                 row, column = lane, register
+            elif shape == "16x32bx2":
+                row, column = lane % 16, register  # and the distance of the halves in the upper 16 lanes
             elif shape == "16x64b":
                 repeat = register
                 row, column = lane // 4 + 8 * (lane % 2), 2 * repeat + lane % 4 // 2

@@ -70,6 +70,13 @@ def test_wait_for_stores(emulated, waits):
     assert np.array_equal(out, expected) == waits
 
 
+def test_stores_of_code_that_relies_on_the_order_of_its_accesses(emulated):
+    kernel = kernels.ld_st("32x32b", 8, 8, wait_store=False)
+    (out,) = emulated(kernel, np.zeros((128, 8), np.uint32), shared=1024, options=Options(seed=1, loads_wait=False))
+    lanes = np.arange(128)
+    np.testing.assert_array_equal(out, (lanes % 32 * 1000 + lanes // 32 * 100000)[:, None] + np.arange(8))
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_wait_for_bulk_stores(emulated, waits):
     (out,) = emulated(kernels.bulk_store(waits), np.zeros(128, np.uint32), shared=1024, options=Options(seed=1))

@@ -94,6 +94,16 @@ def test_lanes_of_another_warp(emulated):
     assert "tcgen05.st" in str(raised.value)
 
 
+def test_column_that_several_registers_at_once_cannot_begin_at(emulated):
+    with pytest.raises(EmulationFault, match="no multiple of 4") as raised:
+        emulated(
+            changed(kernels.ld_st("32x32b", 8, 8), ("add.u32 %r9, %r9, %r7;", "add.u32 %r9, %r9, %r7;\n\tadd.u32 %r9, %r9, 2;")),
+            np.zeros((4, 32, 8), np.uint32),
+            shared=1024,
+        )
+    assert raised.value.code == "tmem-alignment"
+
+
 def test_matrix_descriptor(emulated):
     assert "bits 46-48" in str(found(emulated, "descriptor", MMA, "tcgen05.mma", change_a=1 << 46))
     assert "swizzle" in str(found(emulated, "descriptor", MMA, change_a=1 << 61))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -63,8 +64,6 @@ def kernel(body: str) -> str:
     [
         "tcgen05.shift.cta_group::1.down [%r1];",
         "tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%r1, %r2}, %r3, [%r4];",
-        "tcgen05.ld.sync.aligned.32x32b.x1.pack::16b.b32 {%r1}, [%r4];",
-        "tcgen05.ld.sync.aligned.16x32bx2.x1.b32 {%r1}, [%r4], 2;",
         "tcgen05.cp.cta_group::1.4x256b [%r1], %rd1;",
         "tcgen05.cp.cta_group::1.128x256b.b8x16.b4x16_p64 [%r1], %rd1;",
         "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r3], %r2, %p1;",
@@ -72,7 +71,9 @@ def kernel(body: str) -> str:
         "tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r2, %p1, 3;",
         "mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4.f32.e2m1.e4m3.f32 {%f1, %f2}, {%r1, %r2}, {%r5, %r6}, {%f1, %f2};",
         "cvt.rn.satfinite.e2m1x4.f32 %rs1, {%f1, %f2, %f3, %f4};",
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];",
+        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col::w.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r3}], [%r4];",
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%rd1, {%r2, %r3, %r3, %r3, %r3}], [%r4];",
+        "tensormap.replace.tile.elemtype.global.b1024.b32 [%rd1], 13;",
     ],
 )
 def test_what_has_no_replacement_is_refused_with_its_line(instruction):
@@ -184,3 +185,23 @@ def test_lines_of_the_source_are_kept():
         assert "tcgen05.mma" in source[rewritten.lines[call] - 1]
     kept = parse(rewritten.text)
     assert sum(s.kind is Kind.INSTRUCTION for s in kept.statements) > len(source)
+
+
+def test_inline_assembly_around_an_operation_for_the_warp_is_opened():
+    """CuTe DSL writes block-scaled products in blocks with a predicate of their own; one thread alone would take seconds for each."""
+    plain = kernels.mma("mxf4nvf4", 128, 2, block=".block16")
+    wrapped = re.sub(
+        r"\t(tcgen05\.mma.*), %p7;\n",
+        "\tselp.b32 %r60, 1, 0, %p7;\n\t{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %r60, 0;\n\t\\1, p;\n\t}\n",
+        plain,
+    )
+    assert wrapped.count(".reg .pred p;") == 2
+    rewritten = rewrite(wrapped)
+    assert rewritten.notes == ()
+    assert rewritten.text.count("call megamoe_mma") == 2
+    assert "setp.ne.b32 p," not in rewritten.text  # both blocks' registers have names of their own
+
+
+def test_inline_assembly_with_labels_stays():
+    body = kernels.mma("f16", 64).replace("\ttcgen05.mma", "\t{\n\tbra here;\nhere:\n\ttcgen05.mma").replace(", %p7;\n", ", %p7;\n\t}\n")
+    assert any("one thread" in note for note in rewrite(body).notes)

@@ -61,6 +61,28 @@ def test_boxes(emulated, kind, corner, pair):
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("corner", [(0, 40), (256, 60), (-32, 1), (384, 99)])
+@pytest.mark.parametrize("kind", [PACKED, BYTES])
+def test_gathered_rows(emulated, kind, corner):
+    """Rows outside the tensor, and columns, are zero."""
+    away = (7, -2, 30)
+    elements = np.random.default_rng(kind + 5).integers(0, 256 if kind == BYTES else 16, (ROWS, COLUMNS), dtype=np.uint8)
+    data = elements if kind == BYTES else elements[:, 0::2] | elements[:, 1::2] << 4
+    width = 256 if kind == PACKED else 128
+    place, _ = emulated.tensor(data)
+    encoded = tensor_map(place, kind, data.shape[1], (COLUMNS, ROWS), (width, 1))
+    corner_words = [c & 0xFFFFFFFF for c in corner]
+    text = kernels.tensor_load(512, rows=away)
+    (out,) = emulated(text, encoded, *corner_words, np.zeros((4, 8, 16), np.uint8), shared=kernels.OPERANDS + 512)
+    padded = np.zeros((ROWS + 200, COLUMNS + 800), np.uint8)
+    padded[100 : 100 + ROWS, 400 : 400 + COLUMNS] = elements
+    for index, distance in enumerate((0, *away)):
+        row = padded[100 + corner[1] + distance, 400 + corner[0] :][:width]
+        row = row if kind == BYTES else row[0::2] | row[1::2] << 4
+        for chunk in range(8):
+            np.testing.assert_array_equal(out[index, model_layout.chunk_place(index, chunk, 128)], row[16 * chunk : 16 * chunk + 16])
+
+
 @pytest.mark.parametrize("kind", [PACKED, BYTES])
 def test_stores(emulated, kind):
     """A box goes back to its tensor; what lies outside the tensor is not written."""

@@ -19,7 +19,7 @@ static void call(Fiber &f) {
     case 5: megamoe_tmem_alloc(a[0], a[1], a[2]); break;
     case 6: megamoe_tmem_dealloc(a[0], a[1], a[2]); break;
     case 7: megamoe_tmem_relinquish(a[0]); break;
-    case 8: r[0] = megamoe_tmem_address(a[0], a[1], a[2], a[3]); break;
+    case 8: r[0] = megamoe_tmem_address(a[0], a[1], a[2], a[3], a[4]); break;
     case 9: megamoe_mma(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9]); break;
     case 10: megamoe_copy(a[0], a[1], a[2], a[3], a[4], a[5]); break;
     case 11: megamoe_commit(a[0], a[1], a[2], a[3]); break;

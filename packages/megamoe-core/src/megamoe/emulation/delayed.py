@@ -16,7 +16,7 @@ from megamoe.emulation.replacements import tmem_access, tmem_base
 from megamoe.emulation.table import find
 
 _BULK_STORE = re.compile(r"cp\.(reduce\.)?async\.bulk(\.tensor\.\dd)?\.global\.shared::cta\..*bulk_group.*")
-_ACCESS = re.compile(r"tcgen05\.(?P<what>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.x\d+\.b32")
+_ACCESS = re.compile(r"tcgen05\.(?P<what>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.x\d+(\.(un)?pack::16b)?\.b32")
 
 
 @dataclass
@@ -94,6 +94,12 @@ class Later:
         if instruction.opcode.startswith("cp.async.bulk.wait_group"):
             return [*self._happen(self.bulk), "cp.async.bulk.commit_group;", f"{instruction.opcode} 0;"]
         return None
+
+    def order(self, instruction: Instruction) -> list[str]:
+        """What happens before a tcgen05.ld that is not delayed: its thread's earlier stores, on which some code relies."""
+        if not self.stores or not instruction.opcode.startswith("tcgen05.ld."):
+            return []
+        return [*self._happen(self.stores), "bar.warp.sync -1;"]
 
     def leave(self) -> list[str]:
         """What still happens when a thread ends."""

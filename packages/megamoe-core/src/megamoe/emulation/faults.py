@@ -25,6 +25,7 @@ CODES: dict[int, tuple[str, str]] = {
     12: ("tensor-map", "has a tensor map that cannot be emulated ({map})"),
     13: ("not-emulated", "uses a part of its instruction descriptor 0x{first:08x} that has no replacement"),
     14: ("mma-pair", "issues a cta_group::2 operation from CTA {first} of its cluster, which is not the even one of its pair"),
+    15: ("tmem-alignment", "begins at tensor memory column {first}, which is no multiple of {second}: legal, but not emulated"),
 }
 _DESCRIPTOR = ("", "bits 46-48 must hold 1", "no such swizzle", "a base offset", "bits 53-60 must be 0", "the leading-dimension mode")
 _IDESC = (

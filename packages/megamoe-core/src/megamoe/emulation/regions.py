@@ -11,10 +11,10 @@ operands into registers, all lanes meet at the cut and do the operation together
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from megamoe.emulation.ptx import Kind, Statement
+from megamoe.emulation.ptx import Function, Kind, Module, Statement
 
 _ELECT = re.compile(r"(?P<lane>[%\w]+)\|(?P<predicate>%\w+)")
 _HARMLESS = re.compile(
@@ -41,6 +41,48 @@ class Region:
     end: int
     cuts: tuple[int, ...]
     guard: str
+
+
+def flatten(module: Module, collective: Callable[[Statement], bool]) -> Module:
+    """The module without the blocks of inline assembly around operations for the warp, so that all lanes can reach those.
+
+    Registers of such a block get names of their own. A block with labels, blocks or arrays of registers in it stays.
+    """
+    statements, count = list(module.statements), 0
+    for function in module.functions():
+        for start, end in _blocks(module.statements, function):
+            inside = statements[start + 1 : end]
+            instructions = [s for s in inside if s.kind is Kind.INSTRUCTION]
+            declared = [match for s in inside if s.kind is Kind.DECLARATION and (match := _REGISTERS.fullmatch(s.text))]
+            if len(instructions) + len(declared) < len(inside) or not any(collective(s) for s in instructions):
+                continue
+            count += 1
+            names = [name.strip() for match in declared for name in match[1].split(",")]
+            own = {name: f"%block{count}_{name.replace('%', '_')}" for name in names}
+            for index in (start, end):
+                statements[index] = replace(statements[index], kind=Kind.LINE, text="")
+            for index in range(start + 1, end):
+                statements[index] = replace(statements[index], text=_renamed(statements[index].text, own))
+    return Module(statements, module.tail)
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"(?<![\w.%$:])[%\w$]+(?![\w.])", lambda match: names.get(match[0], match[0]), text)
+
+
+_REGISTERS = re.compile(r"\.reg\s+\.\w+\s+([\w%$]+(?:\s*,\s*[\w%$]+)*)\s*;")
+
+
+def _blocks(body: Sequence[Statement], function: Function) -> list[tuple[int, int]]:
+    """Opening and closing brace of the blocks of a function that have no block inside."""
+    found, opened = [], -1
+    for index in range(function.start, function.end):
+        if body[index].kind is Kind.OPEN:
+            opened = index
+        elif body[index].kind is Kind.CLOSE and opened >= 0:
+            found.append((opened, index))
+            opened = -1
+    return found
 
 
 def find_regions(body: Sequence[Statement], start: int, end: int, collective: Callable[[Statement], bool]) -> list[Region]:

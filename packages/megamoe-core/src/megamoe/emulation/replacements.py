@@ -14,7 +14,9 @@ from megamoe.errors import UnsupportedInstruction
 
 KINDS = {"f16": 0, "tf32": 1, "f8f6f4": 2, "i8": 3, "mxf8f6f4": 4, "mxf4": 5, "mxf4nvf4": 6}
 FORMATS = {"e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}
-LOAD_SHAPES = {"32x32b": 0, "16x256b": 1, "16x128b": 2, "16x64b": 3}
+LOAD_SHAPES = {"32x32b": 0, "16x256b": 1, "16x128b": 2, "16x64b": 3, "16x32bx2": 4}
+PACKED = 8
+"""Added to a shape: a register holds the lower halves of two columns."""
 COPY_SHAPES = {"32x128b.warpx4": 0, "128x128b": 1, "128x256b": 2, "64x128b.warpx2::02_13": 3, "64x128b.warpx2::01_23": 4}
 
 Replacement = list[str] | Collective
@@ -48,14 +50,16 @@ def relinquish(i: Instruction, _: re.Match[str], names: Names) -> Replacement:
 
 def register_offset(shape: int, register: int) -> int:
     """Bytes between the cells of register 0 and of this one, the same for every thread (a TMEM row is 2048 bytes)."""
-    columns = {0: register, 1: register % 2 + 8 * (register // 4), 2: 4 * (register // 2), 3: 2 * register}[shape]
-    rows = {0: 0, 1: 8 * (register // 2 % 2), 2: 8 * (register % 2), 3: 0}[shape]
+    columns = {0: register, 1: register % 2 + 8 * (register // 4), 2: 4 * (register // 2), 3: 2 * register, 4: register}[shape]
+    rows = {0: 0, 1: 8 * (register // 2 % 2), 2: 8 * (register % 2), 3: 0, 4: 0}[shape]
     return 4 * columns + 2048 * rows
 
 
 def tmem_access(i: Instruction, shape: str, names: Names, registers: list[str], base: str) -> list[str]:
     """Load (tcgen05.ld) or store (tcgen05.st) registers at the global address in ``base``."""
     code, load = Code(names), ".ld" in i.opcode
+    if "pack::16b" in i.opcode:
+        return packed_access(i, shape, names, registers, base)
     width = {0: 4 if len(registers) % 4 == 0 else 1, 1: 2}.get(LOAD_SHAPES[shape], 1)
     for first in range(0, len(registers), width):
         group = registers[first : first + width]
@@ -65,15 +69,32 @@ def tmem_access(i: Instruction, shape: str, names: Names, registers: list[str], 
     return code("bar.warp.sync -1;").lines
 
 
+def packed_access(i: Instruction, shape: str, names: Names, registers: list[str], base: str) -> list[str]:
+    """The same for pack::16b and unpack::16b: a register's halves are the lower halves of two columns."""
+    code, low, high = Code(names), names.register("b32"), names.register("b32")
+    for index, register in enumerate(registers):
+        offset = register_offset(LOAD_SHAPES[shape], index)
+        rows, columns = divmod(offset, 2048)
+        first, second = (f"[{base}+{2048 * rows + 2 * columns + 4 * half}]" for half in range(2))
+        if ".ld" in i.opcode:
+            code(f"ld.global.cg.b32 {low}, {first};", f"ld.global.cg.b32 {high}, {second};", f"prmt.b32 {register}, {low}, {high}, 0x5410;")
+        else:
+            code(f"and.b32 {low}, {register}, 0xffff;", f"shr.u32 {high}, {register}, 16;")
+            code(f"st.global.cg.b32 {first}, {low};", f"st.global.cg.b32 {second}, {high};")
+    return code("bar.warp.sync -1;").lines
+
+
 def tmem_base(i: Instruction, shape: str, names: Names) -> tuple[list[str], str, list[str]]:
     """Lines that find the address of a tcgen05.ld or st, the register that holds it, and the instruction's data registers."""
-    operand, data = (i.operands[1], i.operands[0]) if ".ld" in i.opcode else (i.operands[0], i.operands[1])
+    operand, data = (i.operands[1], i.operands[0]) if ".ld" in i.opcode else (i.operands[0], i.operands[-1])
+    split = i.operands[2 if ".ld" in i.opcode else 1] if len(i.operands) == 3 else "0"
+    form = LOAD_SHAPES[shape] + (PACKED if "pack::16b" in i.opcode else 0)
     registers = list(vector(data))
     code, base = Code(names), names.register("b64")
     at = code.shared_address(operand)
     code.call(
         "megamoe_tmem_address",
-        [("b32", str(i.line)), ("b32", at), ("b32", str(LOAD_SHAPES[shape])), ("b32", str(len(registers)))],
+        [("b32", str(i.line)), ("b32", at), ("b32", str(form)), ("b32", str(len(registers))), ("b32", split)],
         ("b64", base),
     )
     return code.lines, base, registers
@@ -290,15 +311,15 @@ def coordinates(code: Code, operand: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def tensor_load(i: Instruction, m: re.Match[str], names: Names) -> Replacement:
-    if not re.search(r"\.global(\.tile)?\.mbarrier", i.opcode):
+    if not re.search(r"\.global(\.tile(::gather4)?)?\.mbarrier", i.opcode):
         raise unsupported(i, "only copies of tiles have a replacement")
-    code, pair = Code(names), "cta_group::2" in i.opcode
+    code, pair, gather = Code(names), "cta_group::2" in i.opcode, "::gather4" in i.opcode
     tensor, at = coordinates(code, i.operands[1])
     to, barrier = code.shared_address(i.operands[0]), code.shared_address(i.operands[2])
     mask = code.widen(i.operands[3]) if "multicast" in i.opcode else "0"
-    arguments = [("b64", tensor), *at, ("b32", to), ("b32", barrier), ("b32", mask), ("b32", str(int(pair)))]
+    arguments = [("b64", tensor), *at, ("b32", to), ("b32", barrier), ("b32", mask), ("b32", str(pair | gather << 1))]
     native = f"{re.sub(r'[.]cta_group::1', '', i.opcode)} {', '.join(i.operands)};"
-    return Collective(code.lines, "megamoe_tensor_load", arguments, names.register("b32"), () if pair else (native,))
+    return Collective(code.lines, "megamoe_tensor_load", arguments, names.register("b32"), () if pair or gather else (native,))
 
 
 def tensor_store(i: Instruction, _: re.Match[str], names: Names) -> Replacement:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megamoe.emulation.delayed import Later
 from megamoe.emulation.emit import Code, Collective, Names
 from megamoe.emulation.ptx import Function, Kind, Module, Statement, parse
-from megamoe.emulation.regions import Region, find_regions
+from megamoe.emulation.regions import Region, find_regions, flatten
 from megamoe.emulation.table import find
 from megamoe.errors import EmulationError, InvalidInput
 
@@ -30,8 +30,9 @@ class Options:
     Attributes:
         strict: poison shared memory with NaN bytes and hold it to the real architecture's limit.
         seed: delayed mode with this seed, 1 or more; ``None``: every operation takes effect at once.
-        loads_wait: in delayed mode, registers of tcgen05.ld arrive at tcgen05.wait::ld, as the specification says. ``False``: at once, for
-            compilers that leave that wait out and rely on ptxas to track the registers, as CuTe DSL 4.8 does in some of its examples.
+        loads_wait: in delayed mode, registers of tcgen05.ld arrive at tcgen05.wait::ld and see what a thread stored before its wait::st, as
+            the specification says. ``False``: they arrive at once and see the thread's earlier stores, for code that leaves those waits
+            out and relies on ptxas and on the order of a warp's accesses, as CuTe DSL 4.8's examples and FlashInfer's kernels do.
         limit_ms: milliseconds after which every barrier wait of a CTA gives up; 1 to 2**32 - 1.
     """
 
@@ -91,7 +92,7 @@ def rewrite(ptx: str, options: Options | None = None) -> Rewritten:
         raise EmulationError(
             f"The PTX is for {target or 'no architecture'}; emulated are {', '.join(SHARED_LIMITS)}.", hint="compile for sm_100a or sm_120a"
         )
-    return _Rewriter(module, ptx, target, options or Options()).run()
+    return _Rewriter(flatten(module, _is_collective), ptx, target, options or Options()).run()
 
 
 @dataclass
@@ -193,7 +194,7 @@ class _Rewriter:
             return
         self.forms[found[0].name] += 1
         if not isinstance(replacement, Collective):
-            self._replace(statement, names, replacement)
+            self._replace(statement, names, [*later.order(instruction), *replacement])
         elif region:
             self._meet(region, index, replacement, names, line)
         else:

@@ -49,7 +49,7 @@ FORMS: tuple[Form, ...] = (
     _form("tcgen05.relinquish_alloc_permit", r"tcgen05\.relinquish_alloc_permit\..*", by.relinquish, "test_tmem.py"),
     _form(
         "tcgen05.ld, st",
-        rf"tcgen05\.(ld|st)\.sync\.aligned\.(?P<shape>{'|'.join(LOAD_SHAPES)})\.x\d+\.b32",
+        rf"tcgen05\.(ld|st)\.sync\.aligned\.(?P<shape>{'|'.join(LOAD_SHAPES)})\.x\d+(\.(un)?pack::16b)?\.b32",
         by.tmem_ld_st,
         "test_tmem.py",
     ),
@@ -124,6 +124,9 @@ _BLACKWELL = re.compile(
     r"tcgen05\..*|.*\.kind::.*|clusterlaunchcontrol\..*|.*(e2m1|e2m3|e3m2|ue8m0|f32x2|cta_group::2|b4x16|b6x16|::gather4|::scatter4|im2col::w).*"
 )
 
+_LAST_WHOLE_TYPE = 12
+"""Hopper knows element types of tensormap.replace up to this one."""
+
 
 def find(instruction: Instruction) -> tuple[Form, re.Match[str]] | None:
     """The form of an instruction; ``None`` when it is an instruction of sm_90a.
@@ -135,6 +138,8 @@ def find(instruction: Instruction) -> tuple[Form, re.Match[str]] | None:
         match = form.match(instruction)
         if match:
             return form, match
+    if instruction.opcode.startswith("tensormap.replace.tile.elemtype.") and int(instruction.operands[1], 0) > _LAST_WHOLE_TYPE:
+        raise by.unsupported(instruction, "a tensor map cannot be given a 4- or 6-bit element type on the device")
     if _BLACKWELL.fullmatch(instruction.opcode):
         raise by.unsupported(instruction, "no entry in the instruction table")
     return None

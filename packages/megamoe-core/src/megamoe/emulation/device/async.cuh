@@ -94,6 +94,7 @@ EMU_CALL void megamoe_begin(u32 shared_limit, u32 limit_ms, u32 poison, u32 dela
   }
   if (poison)
     for (u32 at = thread() * 4; at < shared_size(); at += count * 4) store_shared32(shared_of(shared_begin() + at, cluster_rank()), POISON);
+  shared_proxy_fence();  // the kernel's first tensor copies come after the poison
   for (u32 i = thread(); i < LANES * COLUMNS; i += count) tmem_scratch[i] = POISON;
   __threadfence();
   __syncthreads();

@@ -98,7 +98,7 @@ EMU_PURE void accumulator_cell(u32 rows, u32 columns, u32 group, u32 row, u32 co
 
 // ---- tcgen05.ld and tcgen05.st ----
 
-enum TmemShape { SHAPE_32X32B = 0, SHAPE_16X256B, SHAPE_16X128B, SHAPE_16X64B };
+enum TmemShape { SHAPE_32X32B = 0, SHAPE_16X256B, SHAPE_16X128B, SHAPE_16X64B, SHAPE_16X32BX2, SHAPE_PACKED = 8 };
 
 // Row (within the warp's 32) and column of register `reg` of thread `lane`.
 EMU_PURE void tmem_cell(u32 shape, u32 lane, u32 reg, u32 *row, u32 *column) {
@@ -106,12 +106,13 @@ EMU_PURE void tmem_cell(u32 shape, u32 lane, u32 reg, u32 *row, u32 *column) {
     case SHAPE_32X32B: *row = lane; *column = reg; return;
     case SHAPE_16X256B: *row = lane / 4 + 8 * (reg / 2 % 2); *column = lane % 4 * 2 + reg % 2 + 8 * (reg / 4); return;
     case SHAPE_16X128B: *row = lane / 4 + 8 * (reg % 2); *column = lane % 4 + 4 * (reg / 2); return;
+    case SHAPE_16X32BX2: *row = lane % 16; *column = reg; return;  // lanes 16 to 31: at a distance that the instruction names
     default: *row = lane / 4 + 8 * (lane % 2); *column = lane / 2 % 2 + 2 * reg; return;
   }
 }
 
 // Columns that `regs` registers a thread cover.
-EMU_PURE u32 tmem_columns(u32 shape, u32 regs) { return shape == SHAPE_32X32B ? regs : 2 * regs; }
+EMU_PURE u32 tmem_columns(u32 shape, u32 regs) { return shape == SHAPE_32X32B || shape == SHAPE_16X32BX2 ? regs : 2 * regs; }
 
 // ---- tensor maps (the 128-byte descriptors of tensor copies) ----
 

@@ -44,6 +44,9 @@ EMU_INLINE void store_shared8(u32 a, u32 v) { asm volatile("st.shared::cluster.u
 EMU_INLINE u32 shared_begin() { u32 r; asm volatile("mov.u32 %0, %%reserved_smem_offset_end;" : "=r"(r)); return r; }
 EMU_INLINE u32 shared_size() { u32 r; asm volatile("mov.u32 %0, %%total_smem_size;" : "=r"(r)); return r; }
 EMU_INLINE void cluster_fence() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+// Before native bulk and tensor copies touch what threads wrote: to shared memory and, in all_proxies_fence, anywhere.
+EMU_INLINE void shared_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+EMU_INLINE void all_proxies_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 EMU_INLINE u64 global_address(const void *p) { return (u64)__cvta_generic_to_global(p); }
 
 EMU_INLINE void complete_bytes(u32 barrier, u32 bytes) {

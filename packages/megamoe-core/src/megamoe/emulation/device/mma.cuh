@@ -213,7 +213,8 @@ template <int PAIRS, int SCALE> EMU_INLINE void mma_by_warp(const Mma &m, const 
   u32 g = lane() >> 2, t = lane() & 3, group = mma_group(m), id_a = m.idesc >> 29 & 3, id_b = m.idesc >> 4 & 3;
   bool bf16 = p.format_a == FMT_BF16;
   EMU_LOOP
-  for (u32 row = g; row < p.rows; row += 16) {
+  for (u32 top = 0; top < p.rows; top += 16) {  // the same bounds in every lane: mma.sync needs the warp together
+    const u32 row = top + g;
     u32 a[PAIRS][4];  // rows g and g + 8, words t and t + 4
     for (int i = 0; i < 4; i++) {
       u32 pairs[PAIRS];
@@ -327,7 +328,9 @@ EMU_FUNCTION void mma_run(const Mma &m, u32 first, u32 step) {
   bool plain = !(m.idesc >> 13 & 3) && p.kind != KIND_TF32 && p.kind != KIND_I8 && !(p.kind == KIND_MXF4NVF4 && p.blocks == 4 && m.idesc >> 23 & 1);
   EMU_LOOP
   for (u32 half = 0; half < mma_group(m); half++) {
-    if (!mma_part(m, &p, half)) return;
+    bool allowed = mma_part(m, &p, half);
+    if (step == 32) allowed = !__any_sync(~0u, !allowed);  // lanes may have waited, or given up, at different times
+    if (!allowed) return;
     if (step != 32 || !plain) mma_by_threads(m, p, first, step);
     else if (p.kind == KIND_F16) mma_by_warp<1, 0>(m, p);
     else if (p.kind == KIND_F8F6F4) mma_by_warp<2, 0>(m, p);

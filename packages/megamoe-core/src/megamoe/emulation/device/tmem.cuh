@@ -61,14 +61,21 @@ EMU_CALL void megamoe_tmem_relinquish(u32 line) {
 EMU_STATE u32 tmem_scratch[LANES * COLUMNS];  // where an access that a check refused goes, full of poison
 
 // Global address of register 0 of tcgen05.ld or st for this thread; the rewriter adds the constant distances of the other registers.
-EMU_CALL u64 megamoe_tmem_address(u32 line, u32 address, u32 shape, u32 registers) {
+// `form` is a shape, plus SHAPE_PACKED where a register holds the lower halves of two columns. `split`: columns from the lower 16 threads' first
+// to the upper ones' (16x32bx2).
+EMU_CALL u64 megamoe_tmem_address(u32 line, u32 address, u32 form, u32 registers, u32 split) {
   __syncwarp();
+  u32 shape = form & ~SHAPE_PACKED, halves = form & SHAPE_PACKED ? 2 : 1;
   u32 warp = thread() / 32 % 4, row = address >> 16, column = address & 0xffff, to_row, to_column;
   // A warp reaches its own 32 lanes whatever the address says, so that 0 is a common way to write it; another warp's lanes are a mistake.
   bool legal = row < LANES && (row < 32 || row / 32 == warp) && (shape == SHAPE_32X32B ? row % 32 == 0 : row % 16 == 0);
   if (!legal) report(FAULT_SUB_PARTITION, line, address, warp);
-  legal &= columns_owned(sm(), cta_key(cluster_rank()), column, tmem_columns(shape, registers), line);
+  legal &= columns_owned(sm(), cta_key(cluster_rank()), column, halves * tmem_columns(shape, registers) + split, line);
+  // The rewriter moves 4 registers of 32x32b, 2 of 16x256b at once.
+  u32 width = halves == 2 ? 1 : shape == SHAPE_32X32B && registers % 4 == 0 ? 4 : shape == SHAPE_16X256B ? 2 : 1;
+  if (legal && column % width) { report(FAULT_TMEM_ALIGNMENT, line, column, width); legal = false; }
   tmem_cell(shape, lane(), 0, &to_row, &to_column);
+  to_column = halves * to_column + (lane() / 16) * split;
   u32 *to = legal ? cell(sm(), row % 32 + 32 * warp + to_row, column + to_column) : tmem_scratch + to_row * COLUMNS + to_column;
   return global_address(to);
 }

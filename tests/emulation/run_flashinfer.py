@@ -1,0 +1,291 @@
+"""Runs one of FlashInfer's MoE megakernels emulated and compares each output with a reference written here from the layer's definition.
+
+    python run_flashinfer.py WHERE[:SEED] FOLDER VARIANT [normal | large]
+
+WHERE is "gpu" (a Hopper GPU), "machine" (tests/machine runs the rewritten kernels on the CPU) or "assemble" (rewrite and assemble, launch
+nothing). SEED, when given, is that of delayed mode. FOLDER is flashinfer/moe_ep/kernel_src of the
+flashinfer-python wheel. Prints one JSON document on the last line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from tests.emulation.model_flashinfer import Layer, blocked, compare  # noqa: E402
+
+from megamoe import emulation  # noqa: E402
+from megamoe.emulation.assemble import link, tool  # noqa: E402
+
+LIMIT_MS = 20_000
+CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
+SMALL = {"tokens": 24, "experts": 4, "hidden": 512, "inter": 256}
+LARGE = {"tokens": 128, "experts": 16, "top_k": 4, "hidden": 2048, "inter": 512}
+"""Layers that the CPU does, and that is timed on a GPU."""
+COUNTERS = (
+    *("l1_arrival_count", "expert_send_count", "grid_sync_counter", "nvlink_barrier_counter"),
+    *("fc1_done_counter", "fc2_done_counter", "atomic_counter", "load_balance_counter"),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A configuration of one of the kernels.
+
+    Attributes:
+        arch: emulated architecture.
+        tree: its folder below kernel_src.
+        tile: M (weights' rows), N (tokens), K of one product.
+        pair: two CTAs a product.
+        reduce: the kernel adds the experts of a token up itself.
+        more: constructor arguments.
+    """
+
+    arch: str
+    tile: tuple[int, int, int]
+    pair: bool = False
+    reduce: bool = False
+    more: dict[str, object] = field(default_factory=dict)
+
+
+VARIANTS = {
+    "sm120": Variant("sm120", (64, 64, 128)),
+    "sm120 standalone return": Variant("sm120", (64, 64, 128), more={"token_back_mode": "standalone_warps"}),
+    "sm120 128 tokens": Variant("sm120", (64, 128, 128)),
+    "sm120 reduce": Variant("sm120", (64, 64, 128), reduce=True),
+    "sm100 one CTA": Variant("sm100", (128, 128, 256)),
+    "sm100 reduce": Variant("sm100", (128, 128, 256), reduce=True),
+    "sm100 pair": Variant("sm100", (256, 128, 256), pair=True),
+}
+TREES = {"sm120": "sm120/swapab_cutedsl_megakernel", "sm100": "sm100/cutedsl_megamoe"}
+
+
+class OnMachine:
+    """Takes the launches of the host function and runs them on the CPU."""
+
+    def __init__(self, buffers):
+        self.buffers, self.kernels, self.error = buffers, {}, None
+
+    def hook(self):
+        """Before anything is compiled."""
+        from cutlass.base_dsl.dsl import BaseDSL
+        from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
+        from tests.machine.launch import _CALLBACK, _capture_library
+
+        from megamoe.emulation import load
+
+        self.callback = _CALLBACK(self.launch)
+        library = _capture_library()
+        library.capture_launches(self.callback)
+        Function._load_cuda_library = lambda function: []
+        BaseDSL.get_shared_libs = lambda dsl: [str(library._name), str(load._runtime_path())]
+
+    def translate(self, modules):
+        from tests.emulation import on_machine
+
+        self.kernels = {kernel.threads: kernel for module in modules for kernel in on_machine.kernels(module)}
+
+    def launch(self, configuration, _, arguments):
+        from tests.emulation import on_machine
+
+        def words(at):
+            return tuple((ctypes.c_uint32 * 3).from_address(at))
+
+        cluster, attributes = (1, 1, 1), ctypes.c_uint64.from_address(configuration + 40).value
+        for index in range(ctypes.c_uint32.from_address(configuration + 48).value):
+            if ctypes.c_uint32.from_address(attributes + 72 * index).value == CLUSTER_DIMENSION:
+                cluster = words(attributes + 72 * index + 8)
+        kernel = self.kernels[words(configuration + 12)[0]]
+        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
+        params = bytearray(kernel.params_bytes)
+        for index, (offset, size) in enumerate(kernel.params):
+            params[offset : offset + size] = ctypes.string_at(pointers[index], size)
+        shared = ctypes.c_uint64.from_address(configuration + 24).value
+        try:
+            on_machine.run(kernel, bytes(params), words(configuration), kernel.threads, cluster, shared, self.buffers)
+        except Exception as error:  # noqa: BLE001 cannot pass through the host code
+            self.error = error
+            return 1
+        return 0
+
+
+class AsIfOnDevice:
+    """A tensor of host memory that says it is device memory, so that kernels are compiled for that address space without a GPU."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack_device__(self):
+        return (2, 0)  # kDLCUDA
+
+    def __dlpack__(self, stream=None):
+        capsule = self.tensor.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2
+        return capsule
+
+
+def kernel_of(variant, layer, ctas):
+    """The kernel object, and how many clusters it is told to launch at most."""
+    import cutlass
+    from common.megamoe_constants import SfPaddingBlock
+
+    clusters = ctas // (2 if variant.pair else 1)
+    shared = {
+        "mma_tiler_mnk": variant.tile, "cluster_shape_mnk": (2, 1, 1) if variant.pair else (1, 1, 1), "use_2cta_instrs": variant.pair,
+        "group_hint": clusters, "sf_padding_block": SfPaddingBlock, "static_expert_shape": (layer.experts, 2 * layer.inter, layer.hidden),
+        "world_size": 1, "num_topk": layer.top_k, "max_tokens_per_rank": layer.tokens, "hidden": layer.hidden,
+        "fc2_output_dtype": cutlass.BFloat16, "in_kernel_fc2_reduce": variant.reduce, **variant.more,
+    }  # fmt: skip
+    if variant.arch == "sm120":
+        from moe_sm120_mxfp8_swapab.megamoe_kernel import Sm120MegaMoEMxfp8SwapABKernel
+        from moe_sm120_mxfp8_swapab.sm120_mma import CTA_TOKEN_TILE
+
+        kernel = Sm120MegaMoEMxfp8SwapABKernel(
+            **shared, token_padding_block=CTA_TOKEN_TILE, sf_vec_size=32, local_rank=0, apply_topk_in_fc1=False
+        )
+        return kernel, clusters
+    from moe_nvfp4_swapab.epilogue_refactor import SwapABSwigluFp4Epilogue
+    from moe_nvfp4_swapab.megamoe_kernel import Sm100MegaMoEKernel
+
+    padding = SwapABSwigluFp4Epilogue._EpilogueTokenTileSize
+    return Sm100MegaMoEKernel(**shared, token_padding_block=padding, apply_topk_in_fc1=True, flag_batch=4), clusters
+
+
+def arguments_of(variant, layer, kernel, device):
+    """Arguments by name, the tensor with the outputs, and what must be kept alive."""
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.torch as interop
+    import torch
+    from cuda.bindings import driver
+    from cutlass.cute.typing import AddressSpace
+    from src.sym_buffer import SymBufferHost
+
+    data = torch.float4_e2m1fn_x2 if layer.four_bit else torch.float8_e4m3fn
+    scale = torch.float8_e4m3fn if layer.four_bit else torch.float8_e8m0fnu
+
+    def zeros(*shape, dtype):
+        """At a multiple of 512 bytes, as device memory is."""
+        size = int(np.prod(shape)) * dtype.itemsize
+        memory = torch.zeros(size + 512, dtype=torch.uint8, device=device)
+        first = -memory.data_ptr() % 512
+        return memory[first : first + size].view(dtype).reshape(shape)
+
+    def on_device(array, dtype=None):
+        given = torch.from_numpy(np.ascontiguousarray(array))
+        tensor = zeros(*given.shape, dtype=given.dtype)
+        tensor.copy_(given)
+        return tensor if dtype is None else tensor.view(dtype)
+
+    local, shared = (zeros(size, dtype=torch.uint8) for size in kernel.get_workspace_sizes())
+    reduced = layer.four_bit or variant.reduce
+    slots = () if layer.four_bit else (1 if reduced else layer.top_k,)
+    out = zeros(layer.tokens, *slots, layer.hidden, dtype=torch.bfloat16)
+    ones = np.ones(layer.experts, np.float32)
+    tensors = {
+        "activation": on_device(layer.x.bytes, data),
+        "activation_sf": on_device(layer.x.scales, scale),
+        "topk_idx": on_device(layer.experts_of),
+        "topk_weights": on_device(layer.weights_of),
+        "fc1_weight": on_device(layer.fc1.bytes, data).permute(0, 2, 1),
+        "fc1_weight_sf": on_device(np.stack([blocked(s) for s in layer.fc1.scales]), scale),
+        "fc2_weight": on_device(layer.fc2.bytes, data).permute(0, 2, 1),
+        "fc2_weight_sf": on_device(np.stack([blocked(s) for s in layer.fc2.scales]), scale),
+        "fc1_alpha": on_device(ones), "fc2_alpha": on_device(ones), "fc1_norm_const": on_device(ones),
+        "output_activation" if layer.four_bit else "combine_output": out,
+        "local_workspace": local, "shared_workspace": shared,
+    }  # fmt: skip
+    arguments = {}
+    for name, tensor in tensors.items():
+        if name.endswith("workspace") and layer.four_bit:
+            arguments[name] = cute.runtime.make_ptr(cutlass.Uint8, tensor.data_ptr(), AddressSpace.gmem, assumed_align=16)
+            continue
+        view = interop.from_dlpack(
+            tensor if device == "cuda" else AsIfOnDevice(tensor), assumed_align=4 if name[-5:] in ("alpha", "const") else 16
+        )
+        if name != "local_workspace":
+            view = view.mark_layout_dynamic(leading_dim=interop.get_leading_dim(tensor))
+        arguments[name] = view
+    stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
+    arguments["stream"] = driver.CUstream(stream)
+    arguments["peer_rank_ptr_mapper_host"] = SymBufferHost(base_addr=shared.data_ptr(), offsets=(0,), rank_idx=0, num_max_ranks=1)
+    return arguments, out, tensors
+
+
+def resources(module):
+    """Of every kernel of a rewritten module: threads of a CTA, and what ptxas says it needs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "module.ptx"
+        source.write_text(link(module))
+        command = [str(tool("ptxas")), "-arch=sm_90a", "-v", str(source), "-o", str(Path(scratch) / "module.cubin")]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    threads = dict(re.findall(r"\.entry (\w+)\([^{]*?\.(?:reqntid|maxntid) (\d+)", module.text))
+    usage = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", told, re.DOTALL)
+    return [{"threads": int(threads[name]), "spilled": int(spilled), "registers": int(count)} for name, spilled, count in usage]
+
+
+def main():
+    where, folder, name = sys.argv[1:4]
+    where, _, seed = where.partition(":")
+    variant = VARIANTS[name]
+    layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if where == "machine" else LARGE if sys.argv[4:] == ["large"] else {}))
+    with emulation.emulate(
+        variant.arch, emulation.Options(seed=int(seed) if seed else None, loads_wait=False, limit_ms=LIMIT_MS)
+    ) as emulated:
+        sys.path.insert(0, str(Path(folder) / TREES[variant.arch] / "src"))
+        import cutlass.cute as cute
+
+        kernel, clusters = kernel_of(variant, layer, 4 if where == "machine" else 132)
+        arguments, out, kept = arguments_of(variant, layer, kernel, "cuda" if where == "gpu" else "cpu")
+        machine = OnMachine([tensor for tensor in kept.values()])
+        if where == "machine":
+            machine.hook()
+        rewriting, rewrite = [], emulated.compiled
+
+        def timed(*of_module):
+            begin = time.perf_counter()
+            rewrite(*of_module)
+            rewriting.append(time.perf_counter() - begin)
+
+        emulated.compiled = timed
+        start = time.perf_counter()
+        compiled = cute.compile(kernel, max_active_clusters=clusters, **arguments)
+        found = {"compiled": round(time.perf_counter() - start, 1), "forms": [module.forms for module in emulated.modules]}
+        found["rewritten"] = round(sum(rewriting), 3)
+        found["notes"] = [note for module in emulated.modules for note in module.notes]
+        found["kernels"] = [usage for module in emulated.modules for usage in resources(module)]
+        if where == "machine":
+            machine.translate(emulated.modules)
+            found["translated"] = round(time.perf_counter() - start, 1)
+        if where != "assemble":
+            start = time.perf_counter()
+            try:
+                compiled(**arguments)
+            except Exception:
+                if machine.error is None:
+                    raise
+            if machine.error is not None:
+                raise machine.error
+            if where == "gpu":
+                emulated.check()
+            found["launched"] = round(time.perf_counter() - start, 3)
+            found |= compare(layer, out.float().cpu().numpy(), reduced=layer.four_bit or variant.reduce)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
