@@ -556,7 +556,8 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             at = slot * self.slot_words
             kind = cute.arch.make_warp_uniform(words[at])
             valid = cute.arch.make_warp_uniform(words[at + 4])
-            if kind != stream.END:
+            self.other_task(kind, words, at, warp, lane)
+            if kind < stream.END:
                 if cutlass.const_expr(c.tile_m == 128):
                     if valid > 64:
                         stage, phase, flip = self.run_tile(
@@ -614,6 +615,9 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 if lane == 0:
                     cute.arch.mbarrier_arrive(tempty + slot)
             slot, tphase = self._advance(slot, tphase, SLOTS)
+
+    def other_task(self, kind, words, at, warp, lane):
+        """Tasks of the math warps that are no tile; none here."""
 
     @cute.jit
     def run_tile(
