@@ -170,7 +170,7 @@ class Ranks:
     Args:
         problem: the layer.
         ranks: how many.
-        tile, ring: see :class:`megamoe_sm90.shim.ranks.Choice`.
+        tile, ring, combine, wire_format: see :class:`megamoe_sm90.shim.ranks.Choice`.
         grid: CTAs of each rank's launch.
         quantized: x comes in the format's type.
         delays: kernels with random waits.
@@ -185,6 +185,8 @@ class Ranks:
         *,
         tile: int | None = 128,
         ring: int | None = None,
+        combine: str = "routes",
+        wire_format: str = "bf16",
         grid: int = 3,
         biases: Sequence[str] = (),
         quantized: bool = False,
@@ -197,7 +199,7 @@ class Ranks:
         self.problem, self.ranks = problem, ranks
         self.trial = with_biases(make_trial(problem, ranks=ranks, tokens=tokens, seed=seed, pattern=pattern), biases)
         operands = Operands(quantized=quantized, sms=grid, **{name: True for name in biases})
-        self.variant = several.RanksVariant.of(problem, ranks, several.Choice(tile, ring), operands, delays=delays)
+        self.variant = several.RanksVariant.of(problem, ranks, several.Choice(tile, ring, combine, wire_format), operands, delays=delays)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(several, "PROVED_RANKS", ranks)
             plan = Sm90Backend().plan(problem, ranks=ranks)

@@ -556,10 +556,10 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             at = slot * self.slot_words
             kind = cute.arch.make_warp_uniform(words[at])
             valid = cute.arch.make_warp_uniform(words[at + 4])
-            self.other_task(kind, words, at, warp, lane)
-            if kind < stream.END:
+            if kind != stream.END:
+                self.other_task(kind, words, at, warp, lane)
                 if cutlass.const_expr(c.tile_m == 128):
-                    if valid > 64:
+                    if valid > 64 and kind < stream.END:
                         stage, phase, flip = self.run_tile(
                             parts["full"],
                             kind,
@@ -585,7 +585,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                             stage_out,
                             pool_rows,
                         )
-                if valid <= 64:
+                if valid <= 64 and kind < stream.END:
                     stage, phase, flip = self.run_tile(
                         parts["split"],
                         kind,
