@@ -228,7 +228,7 @@ class Ranks:
     def judge(self, inputs: Sequence[Inputs], outs: Sequence[torch.Tensor]) -> list[str]:
         """What the oracle has against every rank's output; empty when all are right."""
         trial = replace(self.trial, inputs=tuple(inputs))
-        verdicts = [trial.judge(rank, out) for rank, out in enumerate(outs)]
+        verdicts = [trial.judge(rank, out, wire=self.variant.config.wire) for rank, out in enumerate(outs)]
         return [f"rank {rank}: {verdict.text}" for rank, verdict in enumerate(verdicts) if not verdict.ok]
 
     @property
