@@ -467,14 +467,14 @@ def test_judge_wants_nan_where_the_oracle_has_it(judged):
     result, out = judged
     value = result.value.copy()
     value[2] = np.nan
-    with_nan = oracle.OracleResult(value, result.bound)
+    with_nan = oracle.OracleResult(value, result.bound, result.crossing)
     assert not oracle.judge(out, with_nan, format="mxfp8")
     out[2] = math.inf
     assert oracle.judge(out, with_nan, format="mxfp8")
 
 
 def test_judge_rows_without_route_must_be_zero():
-    result = oracle.OracleResult(np.zeros((2, 4)), np.full((2, 4), 2.0**-126))
+    result = oracle.OracleResult(np.zeros((2, 4)), np.full((2, 4), 2.0**-126), np.zeros((2, 4)))
     assert oracle.judge(torch.zeros(2, 4), result, format="bf16").rel_l2 == 0
     assert not oracle.judge(torch.full((2, 4), 1e-6), result, format="bf16")
 

@@ -166,7 +166,7 @@ class Ranks:
     Args:
         problem: the layer.
         ranks: how many.
-        tile, ring: see :class:`megamoe_sm90.shim.ranks.Choice`.
+        tile, ring, combine, wire_format: see :class:`megamoe_sm90.shim.ranks.Choice`.
         grid: CTAs of each rank's launch.
         quantized: x comes in the format's type.
         delays: kernels with random waits.
@@ -181,6 +181,8 @@ class Ranks:
         *,
         tile: int | None = 128,
         ring: int | None = None,
+        combine: str = "routes",
+        wire_format: str = "bf16",
         grid: int = 3,
         biases: Sequence[str] = (),
         quantized: bool = False,
@@ -193,7 +195,7 @@ class Ranks:
         self.problem, self.ranks = problem, ranks
         self.trial = with_biases(make_trial(problem, ranks=ranks, tokens=tokens, seed=seed, pattern=pattern), biases)
         operands = Operands(quantized=quantized, sms=grid, **{name: True for name in biases})
-        self.variant = several.RanksVariant.of(problem, ranks, several.Choice(tile, ring), operands, delays=delays)
+        self.variant = several.RanksVariant.of(problem, ranks, several.Choice(tile, ring, combine, wire_format), operands, delays=delays)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(several, "PROVED_RANKS", ranks)
             plan = Sm90Backend().plan(problem, ranks=ranks)
@@ -222,7 +224,7 @@ class Ranks:
     def judge(self, inputs: Sequence[Inputs], outs: Sequence[torch.Tensor]) -> list[str]:
         """What the oracle has against every rank's output; empty when all are right."""
         trial = replace(self.trial, inputs=tuple(inputs))
-        verdicts = [trial.judge(rank, out) for rank, out in enumerate(outs)]
+        verdicts = [trial.judge(rank, out, wire=self.variant.config.wire) for rank, out in enumerate(outs)]
         return [f"rank {rank}: {verdict.text}" for rank, verdict in enumerate(verdicts) if not verdict.ok]
 
     @property

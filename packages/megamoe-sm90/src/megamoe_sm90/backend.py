@@ -119,11 +119,11 @@ class Sm90Backend:
             problem=problem,
             ranks=ranks,
             knobs=values,
-            wire={**SPACE.wire(values), "combine": ranks_plan.COMBINE},
+            wire=SPACE.wire(values),
             regions=ranks_plan.regions(problem, variant),
             budgets={f"shared memory of native-{variant.config.tile_m} on {ranks} ranks": variant.config.shared_bytes},
             bounds={"all weights once": weights * variant.config.experts / problem.experts, "products of max_tokens": math},
-            properties=ranks_plan.PROPERTIES,
+            properties=ranks_plan.properties(choice),
             detail=choice,
         )
 

@@ -15,25 +15,30 @@ from megamoe_sm90.shim import ranks as several
 from megamoe_sm90.shim.knobs import AUTO
 from megamoe_sm90.shim.variants import Operands
 
-COMBINE = "routes"
-PROPERTIES = (
-    "bitwise repeatable",
-    "bitwise the same for every number of ranks: every route's row returns in bf16 and is summed in slot order (combine: routes)",
+_REPEATABLE = "bitwise repeatable"
+_SAME = "bitwise the same for every number of ranks: every route's row returns in bf16 and is summed in slot order (combine: routes)"
+_GROUPED = (
+    "bitwise the same at a fixed number of ranks, and within the oracle's tolerance of any other: a rank sums what it made of a token in "
+    "slot order and returns it as {wire} (combine: grouped)"
 )
 _PURPOSES = {
     "signal": "abort word of the peers",
     "counts": "routes of every rank to this rank's experts, two banks",
-    "flags": "a word a route: its result has arrived",
+    "flags": "a word a result: it has arrived",
     "lists": "routes by destination",
+    "groups": "which other routes of its token go the same way, by destination",
     "weights": "routing weights",
     "x": "activations that peers pull",
     "xs": "their scales",
-    "inbox": "results of routes, by token and slot",
+    "inbox": "results that return, by token",
+    "inbox_scale": "their scales",
     "row_route": "route of every pool row",
+    "row_group": "the group of every pool row",
     "pool": "received rows by expert",
     "pool_scale": "their scales",
     "mid": "intermediate rows",
     "mid_scale": "their scales",
+    "stage": "FC2 rows of every route that may come, until their group is complete",
 }
 
 
@@ -77,7 +82,12 @@ def choice_of(knobs: Mapping[str, object]) -> several.Choice:
             hint="leave these knobs at 'auto'",
         )
     tile, ring = (value if isinstance(value, int) else None for value in (knobs["native_tile"], knobs["ring"]))
-    return several.Choice(tile, ring)
+    return several.Choice(tile, ring, str(knobs["combine"]), str(knobs["wire"]))
+
+
+def properties(choice: several.Choice) -> tuple[str, ...]:
+    """What holds for the bits of results."""
+    return _REPEATABLE, _SAME if choice.combine == "routes" else _GROUPED.format(wire=choice.wire)
 
 
 def variant(problem: MoEProblem, ranks: int, choice: several.Choice, operands: Operands | None = None) -> several.RanksVariant:

@@ -90,6 +90,27 @@ def again(
 
 
 @cute.jit
+def slots_of(
+    ids: Int64,
+    token: Int32,
+    to: Int32,
+    top_k: cutlass.Constexpr,
+    total: cutlass.Constexpr,
+    place: Int64,
+    copies: cutlass.Constexpr,
+    experts: cutlass.Constexpr,
+):
+    """Bits of the token's slots that go to the rank of physical expert `to`."""
+    found = Int32(0)
+    for k in cutlass.range(top_k, unroll=1):
+        route = token * top_k + k
+        other = destination(memory.ld_i32(ids + Int64(route) * 4), route, top_k, total, place, copies)
+        if other >= 0 and other // experts == to // experts:
+            found = found | (Int32(1) << k)
+    return found
+
+
+@cute.jit
 def list_sent(
     ids: Int64,
     routes: Int32,
@@ -103,6 +124,7 @@ def list_sent(
     first: cute.Pointer,
     cursor: cute.Pointer,
     lists: Int64,
+    groups: cutlass.Constexpr,
     bidx: Int32,
     grid: Int32,
     thread: Int32,
@@ -111,7 +133,7 @@ def list_sent(
 ):
     """`threads` threads of a CTA: write the lists of the physical experts that this CTA takes.
 
-    `first`: where each starts; `cursor`: a zeroed shared int32.
+    `first`: where each starts; `cursor`: a zeroed shared int32; `groups`: where the words of groups lie behind the lists, 0 for none.
     """
     lane = thread % 32
     count = cute.make_tensor(counts, cute.make_layout(slots))
@@ -139,6 +161,9 @@ def list_sent(
                             at = at + cute.arch.popc(ballot & Int32(cute.arch.lanemask_lt()))
                             copy = again(ids, route // top_k, to, top_k, total, place, copies, experts)
                             memory.st_i32(rows + Int64(at) * 4, route | (copy << 31))
+                            if cutlass.const_expr(groups != 0):
+                                slots_to = slots_of(ids, route // top_k, to, top_k, total, place, copies, experts)
+                                memory.st_i32(rows + (Int64(at) * 4 + groups), slots_to)
                 i = i + BATCH * threads
             cute.arch.barrier(barrier_id=barrier_id, number_of_threads=threads)
             if thread == 0:
@@ -220,6 +245,8 @@ def list_received(
     heap: Int64,
     counts_offset: cutlass.Constexpr,
     lists_offset: cutlass.Constexpr,
+    groups: cutlass.Constexpr,
+    row_groups: cutlass.Constexpr,
     launch: Int32,
     ranks: cutlass.Constexpr,
     experts: cutlass.Constexpr,
@@ -236,7 +263,7 @@ def list_received(
 ):
     """`threads` threads of a CTA: gather the row lists of the local experts that this CTA takes from all ranks, a warp a source.
 
-    `most`: routes of a rank.
+    `most`: routes of a rank. `groups`: where the words of groups lie behind a rank's lists, `row_groups` behind `row_route`; 0 for none.
     """
     lane = thread % 32
     offsets = cute.make_tensor(base, cute.make_layout(experts + 1))
@@ -263,13 +290,18 @@ def list_received(
             theirs = peers.base_of(table, source) + lists_offset
             i = lane
             while i < count:
-                values = []
+                values, slots = [], []
                 for j in cutlass.range_constexpr(BATCH):
                     at = cutlass.min(before + cutlass.min(i + 32 * j, count - 1), most - 1)
                     values.append(memory.ld_i32(theirs + Int64(at) * 4))
+                    if cutlass.const_expr(groups != 0):
+                        slots.append(memory.ld_i32(theirs + (Int64(at) * 4 + groups)))
                 for j in cutlass.range_constexpr(BATCH):
                     if i + 32 * j < count:
-                        memory.st_i32(rows + Int64(above + i + 32 * j) * 4, values[j] | (source << wire.ROUTE_BITS))
+                        row = rows + Int64(above + i + 32 * j) * 4
+                        memory.st_i32(row, values[j] | (source << wire.ROUTE_BITS))
+                        if cutlass.const_expr(groups != 0):
+                            memory.st_i32(row + row_groups, slots[j])
                 i = i + 32 * BATCH
             source = source + threads // 32
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=threads)

@@ -44,6 +44,11 @@ def ld_v4(address):
     )
 
 
+def ld_v2(address):
+    """Two 32-bit words from an 8-byte aligned address."""
+    return arch.inline_ptx("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[address])
+
+
 def st_i32(address, value):
     arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 

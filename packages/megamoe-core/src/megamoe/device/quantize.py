@@ -64,6 +64,51 @@ def bf16_high(word):
     return cute.arch.inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[word])
 
 
+def unpack_e4m3(word):
+    """The four floats of pack_fp8, exactly."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 lo, hi, a, b, c, d; .reg .b32 x, y; mov.b32 {lo, hi}, {$r0}; "
+        "cvt.rn.f16x2.e4m3x2 x, lo; cvt.rn.f16x2.e4m3x2 y, hi; mov.b32 {a, b}, x; mov.b32 {c, d}, y; "
+        "cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; cvt.f32.f16 {$w2}, c; cvt.f32.f16 {$w3}, d; }",
+        write_only_types=[Float32] * 4,
+        read_only_args=[word],
+    )
+
+
+def bits_of(value):
+    """The bits of a float32."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def float_of(bits):
+    """The float32 with these bits."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def mxfp8_block(values):
+    """Eight floats of a lane, of a block of 32 in four neighbouring lanes, as MXFP8: (UE8M0 byte of the block, two words of E4M3).
+
+    The byte is that of the smallest power of two not below amax / 448; 255, which is NaN, where a value is not finite.
+    """
+    amax = absolute(values[0])
+    for value in values[1:]:
+        amax = max_nan(amax, absolute(value))
+    for s in (1, 2):
+        amax = max_nan(amax, cute.arch.shuffle_sync_bfly(amax, s))
+    bits = bits_of(amax * Float32(1.0 / 448.0))
+    byte = cutlass.min((bits >> 23) + Int32((bits & 0x7FFFFF) != 0), 255)
+    factor = float_of((254 - cutlass.min(byte, 253)) << 23)
+    scaled = [value * factor for value in values]
+    return byte, (pack_fp8(*scaled[:4], False), pack_fp8(*scaled[4:], False))
+
+
+def mxfp8_values(words, byte):
+    """Eight floats from two words of E4M3 and their block's UE8M0 byte."""
+    # 255 << 23 would be infinity; byte 0 comes with zeros alone.
+    scale = float_of((byte << 23) | (Int32(byte == 255) << 22))
+    return [value * scale for word in words for value in unpack_e4m3(word)]
+
+
 def block_scale(amax, e5m2):
     """max(amax, smallest) / largest; NaN stays NaN."""
     return divide(max_nan(amax, Float32(SMALLEST_AMAX)), Float32(largest(e5m2)))

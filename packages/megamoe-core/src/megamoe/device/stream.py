@@ -14,6 +14,7 @@ from cutlass import Int32
 FC1 = 0
 FC2 = 1
 END = 2
+SEND = 3  # not in the stream: a CTA that completes FC2 of a block returns its rows
 
 
 @cute.jit

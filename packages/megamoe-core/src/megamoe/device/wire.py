@@ -34,19 +34,44 @@ EXCHANGES = 16  # counts the exchanges of this rank's launches: one a launch
 RANK = 20  # this rank; the host writes it
 
 
+COMBINES = ("grouped", "routes")
+"""What returns to the source: one row for all routes of a token to a rank, or a row for every route."""
+WIRES = ("bf16", "mxfp8")
+"""How a row that returns is written. Rows of routes return as bf16 alone: that is what makes them the same on any number of ranks."""
+
+
+def places(ranks: int, top_k: int) -> int:
+    """Rows that can return for a token in groups."""
+    return min(ranks, top_k)
+
+
 def symmetric_layout(
-    *, ranks: int, tokens: int, top_k: int, experts: int, hidden: int, element: int, block_scales: bool, early: bool
+    *,
+    ranks: int,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    element: int,
+    block_scales: bool,
+    early: bool,
+    grouped: bool,
+    mxfp8: bool,
 ) -> Layout:
-    """The heap of every rank. `tokens` and `experts` are the most that a rank brings and holds, `element` the bytes of an activation."""
+    """The heap of every rank. `tokens` and `experts` are the most that a rank brings and holds, `element` the bytes of an activation;
+    `grouped` and `mxfp8`: how results return, see COMBINES and WIRES."""
+    results = tokens * (places(ranks, top_k) if grouped else top_k)
     sizes = {
         "signal": regions.ALIGN,
         "counts": 2 * ranks * (experts + 1) * 8,
-        "flags": tokens * top_k * 8,
+        "flags": results * 8,
         "lists": tokens * top_k * 4,
-        "weights": tokens * top_k * 4 if early else 0,
+        "groups": tokens * top_k * 4 if grouped else 0,
+        "weights": tokens * top_k * 4 if early or grouped else 0,
         "x": tokens * hidden * element,
         "xs": tokens * (hidden // 128) * 4 if block_scales else 0,
-        "inbox": tokens * top_k * hidden * 2,
+        "inbox": results * hidden * (1 if mxfp8 else 2),
+        "inbox_scale": results * -(-hidden // 128) * 4 if mxfp8 else 0,
     }
     return Layout.of(sizes)
 
@@ -66,18 +91,28 @@ def carriers_offset(bank_bytes_: int, experts: int) -> int:
     return regions.BANKS + 2 * bank_bytes_ + regions.round_up(4 * experts, regions.ALIGN)
 
 
-def control_bytes(blocks: int, experts: int, ranks: int, tokens: int) -> int:
+def groups_offset(bank_bytes_: int, experts: int, ranks: int, tokens: int) -> int:
+    """Byte offset of the counters of groups i32[ranks][tokens] in the control region, behind the carrier words."""
+    return carriers_offset(bank_bytes_, experts) + 8 * ranks * tokens
+
+
+def control_bytes(blocks: int, experts: int, ranks: int, tokens: int, *, grouped: bool) -> int:
     """Size of the control region; zeroed once."""
-    return carriers_offset(bank_bytes(blocks), experts) + 8 * ranks * tokens
+    return groups_offset(bank_bytes(blocks), experts, ranks, tokens) + (4 * ranks * tokens if grouped else 0)
 
 
-def local_layout(listed: int, rows: int, hidden: int, intermediate: int, element: int, block_scales: bool) -> Layout:
-    """A rank's own workspace, of any content: `listed` rows that may come in a launch, `rows` of which the pool holds at a time."""
+def local_layout(
+    listed: int, rows: int, hidden: int, intermediate: int, element: int, block_scales: bool, staged: int
+) -> Layout:
+    """A rank's own workspace, of any content: `listed` rows that may come in a launch, `rows` of which the pool holds at a time; `staged`
+    rows of FC2 wait for the other ones of their group, 0 where each returns alone."""
     sizes = {
         "row_route": listed * 4,
+        "row_group": listed * 4 if staged else 0,
         "pool": rows * hidden * element,
         "pool_scale": rows * (hidden // 128) * 4 if block_scales else 0,
         "mid": rows * intermediate * element,
         "mid_scale": rows * (intermediate // 128) * 4 if block_scales else 0,
+        "stage": staged * hidden * 2,
     }
     return Layout.of(sizes)

@@ -8,6 +8,7 @@ from .config import NativeConfig
 from .native import NativeMoE
 from .ranks import RanksMoE
 from .ranks_config import RanksConfig
+from .ranks_grouped import GroupedMoE
 
 ARCH = "sm_90a"
 ADDRESSES = (
@@ -37,7 +38,8 @@ ADDRESSES = (
 
 def kernel_and_args(config: NativeConfig):
     """The jit object and example arguments for a compilation, which needs no GPU."""
-    kernel = RanksMoE(config) if isinstance(config, RanksConfig) else NativeMoE(config)
+    several = isinstance(config, RanksConfig)
+    kernel = (GroupedMoE if config.grouped else RanksMoE)(config) if several else NativeMoE(config)
     return kernel, (
         *[Int64(1024)] * len(ADDRESSES),
         Int32(1),

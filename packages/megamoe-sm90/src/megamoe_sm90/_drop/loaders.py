@@ -58,14 +58,7 @@ class Loaders:
                 self.take_back(bank, words, tempty, slot, phase, used >= c.task_slots, lane)
             at = slot * self.slot_words
             if kind != stream.END:
-                e = routing.expert_of(block, base, c.experts, lane)
-                valid = cutlass.min(count[e] - (block - offsets[e]) * c.tile_m, c.tile_m)
-                if lane == 0:
-                    words[at + 1] = e
-                    words[at + 2] = tile
-                    words[at + 3] = self.place_of(block)
-                    words[at + 4] = valid
-                    words[at + 5] = block
+                self.describe(words, at, block, tile, count, offsets, base, lane)
             if lane == 0:
                 words[at] = kind
                 cute.arch.mbarrier_arrive(tfull + slot)
@@ -88,6 +81,19 @@ class Loaders:
             cute.arch.sync_warp()
             task = cute.arch.shuffle_sync(task, 0)
         return task
+
+    @cute.jit
+    def describe(self, words, at, block, tile, count, offsets, base, lane):
+        """Write what other warps need to know of a task."""
+        c = self.c
+        e = routing.expert_of(block, base, c.experts, lane)
+        valid = cutlass.min(count[e] - (block - offsets[e]) * c.tile_m, c.tile_m)
+        if lane == 0:
+            words[at + 1] = e
+            words[at + 2] = tile
+            words[at + 3] = self.place_of(block)
+            words[at + 4] = valid
+            words[at + 5] = block
 
     @cute.jit
     def take_back(self, bank, words, tempty, slot, phase, used, lane):
@@ -348,7 +354,7 @@ class Loaders:
             pool = cute.arch.make_warp_uniform(words[at + 3])
             valid = cute.arch.make_warp_uniform(words[at + 4])
             block = cute.arch.make_warp_uniform(words[at + 5])
-            if kind != stream.END:
+            if kind < stream.END:
                 if kind == stream.FC1:
                     deadline.wait_ge(ready + Int64(block) * 4, valid, control, regions.SITE_ROWS, block, wait_ms)
                 else:

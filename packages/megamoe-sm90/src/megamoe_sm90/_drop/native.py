@@ -557,8 +557,9 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             kind = cute.arch.make_warp_uniform(words[at])
             valid = cute.arch.make_warp_uniform(words[at + 4])
             if kind != stream.END:
+                self.other_task(kind, words, at, warp, lane)
                 if cutlass.const_expr(c.tile_m == 128):
-                    if valid > 64:
+                    if valid > 64 and kind < stream.END:
                         stage, phase, flip = self.run_tile(
                             parts["full"],
                             kind,
@@ -584,7 +585,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                             stage_out,
                             pool_rows,
                         )
-                if valid <= 64:
+                if valid <= 64 and kind < stream.END:
                     stage, phase, flip = self.run_tile(
                         parts["split"],
                         kind,
@@ -614,6 +615,9 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 if lane == 0:
                     cute.arch.mbarrier_arrive(tempty + slot)
             slot, tphase = self._advance(slot, tphase, c.task_slots)
+
+    def other_task(self, kind, words, at, warp, lane):
+        """Tasks of the math warps that are no tile; none here."""
 
     @cute.jit
     def run_tile(

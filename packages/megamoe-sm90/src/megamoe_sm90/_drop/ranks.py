@@ -28,6 +28,7 @@ class RanksMoE(NativeMoE):
         w.heap = peers.base_of(w.table, w.rank)
         w.fc2_done = w.bank + wire.fc2_done_offset(w.bank_bytes)
         w.carriers = w.list_ready + regions.round_up(4 * c.experts, regions.ALIGN)
+        w.arrived = w.carriers + 8 * c.ranks * c.max_tokens
 
     def count(self):
         self.enter()
@@ -65,7 +66,7 @@ class RanksMoE(NativeMoE):
             collect.copy_lines(w.x, to, w.tokens * (c.row_bytes // 16), thread, threads)
             if cutlass.const_expr(c.block_scales):
                 collect.copy_words(w.x_scale, scales, w.tokens * c.kb1, thread, threads)
-        if cutlass.const_expr(c.early):
+        if cutlass.const_expr(c.early or c.grouped):
             collect.copy_words(w.topk_w, w.heap + c.offset("weights"), w.routes, thread, threads)
         exchange.list_sent(
             w.ids,
@@ -80,6 +81,7 @@ class RanksMoE(NativeMoE):
             w.first,
             w.cursor,
             w.heap + c.offset("lists"),
+            c.groups,
             w.bidx,
             w.grid,
             w.tidx,
@@ -107,6 +109,8 @@ class RanksMoE(NativeMoE):
             w.heap,
             c.offset("counts"),
             c.offset("lists"),
+            c.groups,
+            c.row_groups,
             w.launch,
             c.ranks,
             c.experts,
@@ -208,6 +212,14 @@ class RanksMoE(NativeMoE):
         """The math warps after the tasks: sum this rank's tokens as their results arrive; a launch that gave up tells its peers."""
         c, w = self.c, self.w
         peers.delay(c.delays)
+        self.collect()
+        cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
+        if deadline.aborted(w.control) != 0:
+            peers.tell_abort(w.table, w.rank, c.ranks, w.tidx, MATH_THREADS)
+
+    @cute.jit
+    def collect(self):
+        c, w = self.c, self.w
         collect.await_rows(
             w.heap,
             c.offset("flags"),
@@ -227,6 +239,3 @@ class RanksMoE(NativeMoE):
             w.lane,
         )
         self.sum_rows(w.heap + c.offset("inbox"), c.total)
-        cute.arch.barrier(barrier_id=BAR_MATH, number_of_threads=MATH_THREADS)
-        if deadline.aborted(w.control) != 0:
-            peers.tell_abort(w.table, w.rank, c.ranks, w.tidx, MATH_THREADS)

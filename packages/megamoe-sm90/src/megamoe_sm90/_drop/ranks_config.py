@@ -16,7 +16,8 @@ class RanksConfig(NativeConfig):
 
     experts: most that a rank holds. ranks: how many there are. max_tokens: most that a rank brings. total: logical experts of the layer.
     copies: most copies of a logical expert, 0 where physical experts are the logical ones in order. ring: groups of the task stream whose
-    rows pool and mid hold at a time, LEAST_RING or more, or 0 for all that may come. delays: random waits at every step, for tests.
+    rows pool and mid hold at a time, LEAST_RING or more, or 0 for all that may come. combine, wire: how results return, see
+    wire.COMBINES and wire.WIRES. delays: random waits at every step, for tests.
     """
 
     ranks: int = 2
@@ -24,6 +25,8 @@ class RanksConfig(NativeConfig):
     total: int = 1
     copies: int = 0
     ring: int = 0
+    combine: str = "routes"
+    wire: str = "bf16"
     delays: bool = False
 
     def __post_init__(self):
@@ -32,6 +35,11 @@ class RanksConfig(NativeConfig):
             raise ValueError(f"ranks is {self.ranks}; it must be 2 to {wire.MOST_RANKS}")
         if self.rows != "pool":
             raise ValueError(f"rows is {self.rows!r}; it must be 'pool' on several ranks")
+        for name, allowed in (("combine", wire.COMBINES), ("wire", wire.WIRES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.wire != "bf16" and not self.grouped:
+            raise ValueError(f"wire is {self.wire!r}; it must be 'bf16' with combine 'routes'")
         if self.ids64:
             raise ValueError("ids64 is set; several ranks take int32 ids")
         if self.ring < LEAST_RING and self.ring != 0:
@@ -51,7 +59,28 @@ class RanksConfig(NativeConfig):
             element=self.element,
             block_scales=self.block_scales,
             early=self.early,
+            grouped=self.grouped,
+            mxfp8=self.mxfp8,
         )
+
+    @property
+    def grouped(self) -> bool:
+        return self.combine == "grouped"
+
+    @property
+    def mxfp8(self) -> bool:
+        return self.wire == "mxfp8"
+
+    @property
+    def groups(self) -> int:
+        """Where the words of groups lie behind the lists of a rank; 0 for none."""
+        return self.offset("groups") - self.offset("lists") if self.grouped else 0
+
+    @property
+    def row_groups(self) -> int:
+        """Where the words of groups lie behind row_route; 0 for none."""
+        offsets = self.local.offsets
+        return offsets["row_group"][0] - offsets["row_route"][0] if self.grouped else 0
 
     def offset(self, region: str) -> int:
         return self.layout.offsets[region][0]
@@ -101,9 +130,10 @@ class RanksConfig(NativeConfig):
 
     @property
     def control_bytes(self) -> int:
-        return wire.control_bytes(self.blocks, self.experts, self.ranks, self.max_tokens)
+        return wire.control_bytes(self.blocks, self.experts, self.ranks, self.max_tokens, grouped=self.grouped)
 
     @property
     def local(self):
         """A rank's own workspace."""
-        return wire.local_layout(self.listed, self.pool_rows, self.hidden, self.intermediate, self.element, self.block_scales)
+        staged = self.ranks * self.most if self.grouped else 0
+        return wire.local_layout(self.listed, self.pool_rows, self.hidden, self.intermediate, self.element, self.block_scales, staged)

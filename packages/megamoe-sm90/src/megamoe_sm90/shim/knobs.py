@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from megamoe.device.wire import COMBINES, WIRES
 from megamoe.errors import InvalidInput
 from megamoe.problem import MoEProblem
 from megamoe.tune import Knob, Space
@@ -39,8 +40,17 @@ SPACE = Space(
         Knob("swap_tile", (AUTO, *SWAP_TILES), "tokens of a swap-order tile"),
         Knob("swap_tokens", (AUTO, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), "most tokens of a call that runs in swap order"),
         Knob("ring", (AUTO, *RINGS), "several ranks: groups of row blocks that pool and mid hold at a time; 0: all that may come"),
+        Knob("combine", COMBINES, "several ranks: a row returns for all routes of a token to a rank, or for every route", wire=True),
+        Knob("wire", WIRES, "several ranks: how rows return", wire=True),
     ),
-    (_auto("swap_tile", "swap_tokens"), _auto("native_tile", "native_rows", "native_claims")),
+    (
+        _auto("swap_tile", "swap_tokens"),
+        _auto("native_tile", "native_rows", "native_claims"),
+        Rule(
+            lambda values: values["wire"] == "bf16" or values["combine"] == "grouped",
+            "combine='routes' takes wire='bf16': its rows are those that one rank rounds to bf16, so that every number of ranks gives the same bits",
+        ),
+    ),
 )
 
 # Measured on an H200. Swap order starts and ends faster, native order streams weights faster: swap order wins up to about 64 tokens of a

@@ -39,10 +39,14 @@ class Choice(NamedTuple):
         tile: token rows of a tile. Else 128, or 64 where experts get few rows on average.
         ring: groups of the task stream whose rows pool and mid hold at a time, 0 for all that may come. Else what 256 MiB hold, but 4 at
             least. A ring that is larger than all that may come is no ring.
+        combine: what returns to the source of a token, one of ``wire.COMBINES``.
+        wire: how it is written, one of ``wire.WIRES``.
     """
 
     tile: int | None = None
     ring: int | None = None
+    combine: str = wire.COMBINES[0]
+    wire: str = wire.WIRES[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,8 @@ class RanksVariant:
             max_tokens=problem.max_tokens,
             total=problem.experts,
             copies=physical.copies,
+            combine=choice.combine,
+            wire=choice.wire,
             delays=delays,
         )
         config = replace(config, ring=ring_of(config) if choice.ring is None else choice.ring)
