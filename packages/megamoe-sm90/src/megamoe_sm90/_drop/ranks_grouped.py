@@ -10,7 +10,7 @@ from cutlass import Int32, Int64
 
 from megamoe.device import deadline, grouped, memory, peers, regions, stream
 
-from .config import MATH_WARPS, SLOTS
+from .config import MATH_WARPS
 from .ranks import RanksMoE
 
 
@@ -24,7 +24,7 @@ class GroupedMoE(RanksMoE):
         Slots come back in the order in which they were filled: `filled` tasks have been, `back` slots are or were free.
         """
         c = self.c
-        words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
+        words = cute.make_tensor(ring, cute.make_layout(c.task_slots * self.slot_words))
         count = cute.make_tensor(counts, cute.make_layout(c.experts))
         offsets = cute.make_tensor(base, cute.make_layout(c.experts + 1))
         blocks = offsets[c.experts]
@@ -38,12 +38,12 @@ class GroupedMoE(RanksMoE):
                 kind = Int32(stream.END)
             until = filled + 1
             if kind == stream.END:
-                until = filled + SLOTS
+                until = filled + c.task_slots
             while back < until or back == filled:
-                self.take_back(bank, words, tempty, taken, phase, back >= SLOTS, lane)
-                complete, sent, valid = self.completed(words, taken * self.slot_words, back >= SLOTS, control, lane)
+                self.take_back(bank, words, tempty, taken, phase, back >= c.task_slots, lane)
+                complete, sent, valid = self.completed(words, taken * self.slot_words, back >= c.task_slots, control, lane)
                 back = back + 1
-                taken, phase = self._advance(taken, phase, SLOTS)
+                taken, phase = self._advance(taken, phase, c.task_slots)
                 if complete != 0:
                     at = slot * self.slot_words
                     if lane == 0:
@@ -53,18 +53,16 @@ class GroupedMoE(RanksMoE):
                         cute.arch.mbarrier_arrive(tfull + slot)
                     cute.arch.sync_warp()
                     filled = filled + 1
-                    slot = (slot + 1) * Int32(slot != SLOTS - 1)
+                    slot = (slot + 1) * Int32(slot != c.task_slots - 1)
             at = slot * self.slot_words
             if kind != stream.END:
                 self.describe(words, at, block, tile, count, offsets, base, lane)
             if lane == 0:
                 words[at] = kind
                 cute.arch.mbarrier_arrive(tfull + slot)
-                task = grid + memory.add_relaxed(bank + regions.CLAIMS, Int32(1))
-            cute.arch.sync_warp()
-            task = cute.arch.shuffle_sync(task, 0)
+            task = self.claim(task, bank, grid, True, lane)
             filled = filled + 1
-            slot = (slot + 1) * Int32(slot != SLOTS - 1)
+            slot = (slot + 1) * Int32(slot != c.task_slots - 1)
 
     @cute.jit
     def completed(self, words, at, used, control, lane):
