@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from megamoe.device import deadline, grouped, memory, peers, regions, stream
+from megamoe.device import deadline, grouped, memory, peers, stream
 
 from .config import MATH_WARPS
 from .ranks import RanksMoE
