@@ -6,19 +6,29 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
 
+from tests.machine.launch import compiler
+from tests.machine.layers import OneRank, inputs_of, same_bytes
+
 from megamoe import MoEProblem
 from megamoe.device import regions
 from megamoe.formats import load
 from megamoe.problem import SwiGLU
-from tests.machine.launch import compiler
-from tests.machine.layers import OneRank, inputs_of, same_bytes
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
 
 OAI = SwiGLU(limit=7.0, alpha=1.702, up_bias=1.0)
 BIASES = {"biases": ("b13", "b2")}
 # More rows for one expert than the widest tile has, then what breaks kernels, over one workspace.
-CALLS = (("zipf", 64), ("one expert", 50), ("duplicates", 33), ("unrouted", 5), ("masked", 41), ("first quarter", 1), ("balanced", 0), ("zipf", 7))
+CALLS = (
+    ("zipf", 64),
+    ("one expert", 50),
+    ("duplicates", 33),
+    ("unrouted", 5),
+    ("masked", 41),
+    ("first quarter", 1),
+    ("balanced", 0),
+    ("zipf", 7),
+)
 
 
 def problem_of(**more):
