@@ -8,14 +8,16 @@ import random
 import signal
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe import MoEProblem
+from megamoe import MoEProblem, env
 from megamoe.compile.obtain import obtain
 from megamoe.ep.group import Group
 from megamoe.errors import InvalidInput, MegaMoEError
@@ -28,6 +30,7 @@ from megamoe_sm90.shim.knobs import AUTO, SPACE
 from megamoe_sm90.shim.variants import SMS, Operands
 
 BACKEND = Sm90Backend()
+FORMATS = ("fp8_block128", "bf16", "fp8_tensor", "fp8_tensor_e5m2")
 PINNED = {"order": "native", "native_tile": 128, "native_rows": "pool"}
 _VALUES = {knob.name: knob.values for knob in SPACE.knobs}
 MODES = [mode for mode in _VALUES.get("combine", ("routes",)) if mode != AUTO]
@@ -52,6 +55,9 @@ def plan_of(problem, ranks, mode):
 
 def kernels(problem, ranks, mode, *, delays=False):
     """What a session compiles for ranks that share one GPU, so that it can be there before they start."""
+    if ranks == 1:
+        yield from BACKEND.kernels(BACKEND.plan(problem, knobs=PINNED))
+        return
     plan = plan_of(problem, ranks, mode)
     for quantized in (False,) if problem.format == "bf16" else (False, True):
         variant = ranks_plan.variant(problem, ranks, plan.detail, Operands(quantized=quantized, sms=SMS // ranks))
@@ -63,6 +69,16 @@ def compile_one(arguments):
     problem, ranks, mode, delays = arguments
     for request in kernels(problem, ranks, mode, delays=delays):
         obtain(request)
+
+
+def compile_all():
+    """Most kernels, side by side, before any rank waits for another one's compiler. Needs no GPU."""
+    wanted = [(problem_of(format), ranks, mode, False) for mode in MODES for ranks in (1, 2, 4) for format in FORMATS]
+    wanted += [(problem_of(), ranks, mode, delays) for mode in MODES for ranks, delays in ((8, False), (2, True), (4, True))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(env.TEST_RANKS.name, "1")
+        with ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), get_context("spawn")) as pool:
+            list(pool.map(compile_one, wanted))
 
 
 class Opened:

@@ -7,9 +7,6 @@ From the least that can work to what may leave the GPU's service in disorder; on
 from __future__ import annotations
 
 import json
-import os
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 from tests.sm90 import rank_work as work
@@ -27,7 +24,6 @@ pytestmark = [
     ),
 ]
 
-FORMATS = ("fp8_block128", "bf16", "fp8_tensor", "fp8_tensor_e5m2")
 SOME = ("zipf", "masked", "one expert")
 DEADLINE = 0.5
 """Of waits inside kernels, where they are meant to pass."""
@@ -47,13 +43,8 @@ def run(function, ranks, *args, limit=120.0, deadline=20.0):
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Most kernels, compiled side by side before any rank waits for another one's compiler."""
-    wanted = [(work.problem_of(format), ranks, mode, False) for mode in work.MODES for ranks in (2, 4) for format in FORMATS]
-    wanted += [(work.problem_of(), ranks, mode, delays) for mode in work.MODES for ranks, delays in ((8, False), (2, True), (4, True))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(env.TEST_RANKS.name, "1")
-        with ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), get_context("spawn")) as pool:
-            list(pool.map(work.compile_one, wanted))
+    """The kernels are there before any rank starts."""
+    work.compile_all()
 
 
 def wrong_of(found):
@@ -69,7 +60,7 @@ def test_one_launch(ranks, mode):
 @pytest.mark.parametrize("ranks", [on(2), on(4)])
 @MODES
 def test_every_routing_in_the_first_format(ranks, mode):
-    for wrong, extra in run(work.routings, ranks, FORMATS[:1], mode, ()):
+    for wrong, extra in run(work.routings, ranks, work.FORMATS[:1], mode, ()):
         assert wrong_of(wrong) == {}
         assert extra == [0], "one exchange a launch"
         assert len(wrong) > 200
@@ -78,7 +69,7 @@ def test_every_routing_in_the_first_format(ranks, mode):
 @pytest.mark.parametrize("ranks", [on(2), on(4)])
 @MODES
 def test_other_formats(ranks, mode):
-    for wrong, extra in run(work.routings, ranks, FORMATS[1:], mode, SOME):
+    for wrong, extra in run(work.routings, ranks, work.FORMATS[1:], mode, SOME):
         assert wrong_of(wrong) == {}
         assert extra == [0] * 3
 
@@ -86,7 +77,7 @@ def test_other_formats(ranks, mode):
 @pytest.mark.ranks(8)
 @MODES
 def test_eight_ranks(mode):
-    for wrong, extra in run(work.routings, 8, FORMATS[:1], mode, (*SOME, "all to rank 7")):
+    for wrong, extra in run(work.routings, 8, work.FORMATS[:1], mode, (*SOME, "all to rank 7")):
         assert wrong_of(wrong) == {}
         assert extra == [0]
 
