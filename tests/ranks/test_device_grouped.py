@@ -3,7 +3,6 @@
 Numbers are integers here and adding is `31 * sum + weight * value`, so that a sum tells which members it has and in which order.
 """
 
-import random
 import struct
 
 import pytest
