@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import pytest
 
 ARCHS = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3)), "sm120": ((12, 0), (12, 1))}
@@ -14,10 +11,13 @@ GPU_MARKS = ("gpu", *ARCHS, "emulated")
 def pytest_addoption(parser):
     group = parser.getgroup("megamoe")
     group.addoption("--environment", default="", help="the environment that a nox session has made, for tests about it")
+    group.addoption("--launches", type=int, default=100_000, help="launches of a stress test on several ranks")
+    group.addoption("--seconds", type=float, default=45.0, help="after which a stress test ends with the launches it has made")
     group.addoption("--wheel", default="", help="the arch wheel that the environment holds, for example sm90")
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
     for item in items:
         reason = why_not(item, config.getoption("--environment"))
         if reason:
@@ -31,7 +31,9 @@ def why_not(item, environment):
         return f"needs the environment that `nox -s {wanted.args[1] if len(wanted.args) > 1 else wanted.args[0]}` makes"
     if not needs_gpu(item):
         return ""
-    from megamoe import nvml  # here: tests of the built files run where megamoe is not installed
+    # Here: tests of the built files run where megamoe is not installed.
+    from megamoe import nvml
+    from megamoe.testing import mps
 
     visible = nvml.gpus()
     if visible.problem:
@@ -43,18 +45,13 @@ def why_not(item, environment):
     if item.get_closest_marker("emulated") and (9, 0) not in have:
         return f"emulates Blackwell code on a Hopper GPU, found {names(visible)}"
     ranks = item.get_closest_marker("ranks")
-    if ranks and ranks.args[0] > len(have) and not shared_gpu():
+    if ranks and ranks.args[0] > len(have) and not mps.available():
         return f"needs {ranks.args[0]} GPUs, or one shared through MPS (nvidia-cuda-mps-control), found {names(visible)}"
     return ""
 
 
 def needs_gpu(item):
     return any(item.get_closest_marker(mark) for mark in GPU_MARKS)
-
-
-def shared_gpu():
-    """MPS runs already, or the tests can start it."""
-    return bool(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")) or shutil.which("nvidia-cuda-mps-control") is not None
 
 
 def names(visible):

@@ -1,6 +1,7 @@
 """`megamoe check`: passes what is right, finds what is wrong, and says what it could not try."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -33,7 +34,9 @@ def test_reference_is_right_in_every_format(capsys):
 def test_several_ranks_with_one_that_brings_nothing(capsys):
     code, found, _ = findings(capsys, "--backend", "reference", "--ranks", "3", "--format", "fp8_block128")
     assert code == codes.OK
-    assert found["reference", "run", "fp8_block128"]["detail"].startswith(f"{64 + 0 + 50} tokens on ")
+    detail = found["reference", "run", "fp8_block128"]["detail"]
+    assert detail.startswith(f"{64 + 0 + 50} tokens on ")
+    assert re.search(r" [1-9][\d.]* ms on the slowest of 3 ranks, [1-9][\d.]* KiB on the wire .*, imbalance 1\.\d\d$", detail)
 
 
 def test_an_error_in_the_layer_is_found(capsys, monkeypatch):

@@ -1,11 +1,6 @@
 """The sm90 kernels as sessions launch them, on the machine: real configurations, workspaces and argument lists, memory of this process.
 
-    layer = OneRank(problem, "native", 128, "pool", grid=4)
-    out = layer.run(layer.trial.inputs[0], seed=3)
-    assert not layer.judge(layer.trial.inputs[0], out)
-
-    layer = Ranks(problem, 2, grid=3)
-    outs = layer.run(layer.trial.inputs, seed=3)             # every rank's launch at once
+The package's docstring shows how to use them.
 """
 
 from __future__ import annotations

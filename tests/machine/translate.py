@@ -8,10 +8,18 @@ from dataclasses import dataclass
 
 from megamoe.emulation.ptx import Kind, Module, Statement, parse
 
-from .instructions import WIDTH, Instructions, NotTranslated
+from .instructions import Instructions
+from .operands import WIDTH, NotTranslated
 
 _POISON = {8: "0", 16: "0xdead", 32: "0xffdeadadu", 64: "0xffdeadad7ff5dead"}
 """What registers hold before they are written: no numbers, no addresses."""
+
+
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"  # alignment and type
+    r"(?:\.ptr\S*\s+(?:\.\w+\s+)*(?:\.align \d+\s+)?)?"  # what it points to
+    r"([\w$]+)(?:\[(\d+)\])?"  # name and elements
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ def translate(text: str) -> Translated:
 
 def _params(header: str) -> tuple[dict[str, int], list[tuple[int, int]], int]:
     offsets, sizes, at = {}, [], 0
-    for align, kind, name, count in re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\S*\s+(?:\.\w+\s+)*(?:\.align \d+\s+)?)?([\w$]+)(?:\[(\d+)\])?", header):
+    for align, kind, name, count in _PARAM.findall(header):
         size = WIDTH[kind] // 8 * int(count or 1)
         alignment = max(int(align or 0), WIDTH[kind] // 8)
         at = -(-at // alignment) * alignment

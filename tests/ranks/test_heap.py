@@ -1,5 +1,7 @@
 """Symmetric memory through a stand-in for NVSHMEM: initialized once, given back, refused by name; groups smaller than the world."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from megamoe.ep import nvshmem
 from megamoe.ep.group import Group
 from megamoe.ep.heap import open_heap
 from megamoe.ep.layout import Layout
-from megamoe.errors import BackendUnavailable, InvalidInput
+from megamoe.errors import BackendUnavailable, InvalidInput, PeerAborted
 from megamoe.testing.launcher import launch
 
 CPU = torch.device("cpu")
@@ -131,12 +133,45 @@ def refusals(rank):
 def test_refused_on_every_rank_with_the_same_words_and_nothing_is_left():
     first, second = launch(refusals, 2)
     assert [text for text, _ in first] == [text for text, _ in second]
-    (far, far_calls), (short, _), (mixed, _), (same, _) = first
+    (far, far_calls), (short, short_calls), (mixed, _), (same, _) = first
     assert "world rank 0: no loads and stores to world ranks [1]" in far
     assert far_calls == ["allocate 256", "free 1"]
     assert "world rank 1: no 256 bytes of symmetric memory" in short
+    assert short_calls == ["allocate 256"], "freeing would wait for the rank that has nothing to free"
     assert "not on world ranks [1]" in mixed
     assert "PEs [0, 0]" in same
+
+
+def lost_while_opening(rank):
+    """Rank 1 ends between its allocation and the first word about it."""
+    library = FakeNvshmem(pe=rank, pes=2)
+    world = Group.of(dist.group.WORLD)
+    if rank == 1:
+        nvshmem.join(world, CPU, library)
+        dist.destroy_process_group()
+        return []
+    with pytest.raises(PeerAborted):
+        open_heap(Layout.of({"x": 100}), world, CPU, library)
+    return library.calls
+
+
+def test_nothing_collective_is_called_when_a_rank_is_lost_while_opening():
+    assert launch(lost_while_opening, 2)[0] == ["allocate 256"]
+
+
+class Uniform(Group):
+    """A group whose other ranks all say what this one says, but for their PE."""
+
+    def gather_bytes(self, payload, device):
+        word = json.loads(payload)
+        return [json.dumps(word | {"facts": word["facts"] | {"pe": pe}}).encode() for pe in range(self.size)]
+
+
+def test_the_most_ranks_of_an_nvlink_domain_are_in_the_table():
+    heap = open_heap(Layout.of({"x": 100}), Uniform(71, 72, tuple(range(72))), CPU, FakeNvshmem(pe=71, pes=72))
+    assert heap.table.tolist() == [pe + 1 << 32 for pe in range(72)]
+    assert heap.address("x") == heap.address("x", 71) == 72 << 32
+    heap.close()
 
 
 def test_one_rank_has_ordinary_memory_and_a_table_of_one():

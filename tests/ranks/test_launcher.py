@@ -16,6 +16,11 @@ def summed(rank, factor):
     return rank, int(total), os.environ.get("MEGAMOE_TEST_WORD")
 
 
+def networks(rank):
+    names = ("GLOO_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NVSHMEM_REMOTE_TRANSPORT")
+    return [os.environ[name] for name in names]
+
+
 def raises(rank):
     if rank == 1:
         raise KeyError("from rank one")
@@ -37,6 +42,17 @@ def test_results_by_rank():
     assert launch(summed, 3, 10) == [(0, 30, None), (1, 30, None), (2, 30, None)]
     assert launch(summed, 2, 1, env={"MEGAMOE_TEST_WORD": "yes"}) == [(0, 1, "yes"), (1, 1, "yes")]
     assert launch(summed, 1, 1) == [(0, 0, None)]
+
+
+def test_ranks_of_one_machine_need_no_network_unless_the_user_says_otherwise(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NVSHMEM_REMOTE_TRANSPORT"):
+        monkeypatch.delenv(name, raising=False)
+    (one, two, transport), second = launch(networks, 2)
+    assert one == two
+    assert one.startswith("lo")
+    assert transport == "none"
+    assert second == [one, two, transport]
+    assert launch(networks, 1, env={"NVSHMEM_REMOTE_TRANSPORT": "ibrc"}) == [[one, two, "ibrc"]]
 
 
 def test_an_exception_comes_with_its_traceback():

@@ -45,6 +45,7 @@ def test_started_for_ranks_that_outnumber_the_gpus_and_ended(control, monkeypatc
         pipe = env["CUDA_MPS_PIPE_DIRECTORY"]
         assert Path(pipe).is_dir()
         assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in env
+        assert env.items() >= mps.SHARED.items()
     assert not Path(pipe).exists()
     assert [call.split() for call in control.calls()] == [["-d", pipe], ["quit", pipe]]
 
@@ -72,7 +73,7 @@ def test_a_running_service_is_used(control, monkeypatch, tmp_path):
     (tmp_path / "nobody").mkdir()
     (tmp_path / "nobody" / "control").touch()
     with mps.serving(4) as env:
-        assert env == {}
+        assert env == mps.SHARED
     assert control.calls() == []
 
 

@@ -16,7 +16,7 @@ from megamoe.ep.group import Group
 from megamoe.formats import FORMATS
 from megamoe.reference import session as session_module
 from megamoe.reference.backend import ReferenceBackend
-from megamoe.testing import oracle, routing
+from megamoe.testing import cases, oracle, routing
 from megamoe.testing.launcher import launch
 from megamoe.testing.trial import make_trial
 
@@ -45,21 +45,6 @@ def judged(trial, rank, out, ids=None):
     return "" if verdict else verdict.text
 
 
-def expected_counts(trial, rank, all_ids):
-    """Rows that each local expert receives, counted the slow way, for placements with and without replicas."""
-    ranks = trial.ranks
-    places = trial.problem.resolved_placement(ranks).replicas(trial.problem.experts)
-    counts = [0] * len(trial.problem.resolved_placement(ranks).local[rank])
-    for ids in all_ids:
-        for token, row in enumerate(ids.tolist()):
-            for expert in row:
-                if expert >= 0:
-                    owner, slot = places[expert][token % len(places[expert])]
-                    if owner == rank:
-                        counts[slot] += 1
-    return counts
-
-
 # ---------------------------------------------------------------------------------------------------- right results
 
 
@@ -80,66 +65,25 @@ def formats_and_forms(rank):
     return wrong
 
 
-def patterns_and_token_counts(rank):
-    """All routing patterns and changing token counts through one session, so that nothing of a call may be left for the next."""
-    ranks, wrong = dist.get_world_size(), {}
-    trial = make_trial(problem("fp8_block128"), ranks=ranks, seed=70)
-    generator = torch.Generator().manual_seed(71)
-    patterns = dict(routing.PATTERNS) | {
-        f"all to rank {r}": lambda p, t, g, r=r: routing.one_rank(p, t, g, ranks=ranks, rank=r) for r in range(ranks)
-    }
-    counts = [
-        [24] * ranks,
-        [0] * ranks,
-        [24] + [0] * (ranks - 1),
-        [0] * (ranks - 1) + [24],
-        [1] * ranks,
-        routing.uneven_tokens(ranks, 24, generator),
-    ]
+def routings(rank):
+    """Every case of the list that all backends share."""
+    trial = make_trial(problem("fp8_block128"), ranks=dist.get_world_size(), seed=70)
     with opened(trial, dist.group.WORLD) as s:
-        for name, pattern in patterns.items():
-            for tokens in counts:
-                case = f"{name} {tokens}"
-                all_ids = [pattern(trial.problem, count, generator) for count in tokens]
-                few = [trial.inputs[r].rows(torch.arange(tokens[r])) for r in range(ranks)]
-                part = replace(trial, inputs=tuple(few))
-                out = s.run(few[rank].x, all_ids[rank], few[rank].topk_weights)
-                wrong[case] = judged(part, rank, out, all_ids[rank])
-                if out[(all_ids[rank] < 0).all(dim=1)].any():
-                    wrong[case] += " a row without routes is not zero"
-                if s.counts().tolist() != expected_counts(trial, rank, all_ids):
-                    wrong[case] += f" counts {s.counts().tolist()}"
-    return wrong
+        return cases.go_through(s, trial, rank)
 
 
 def placements(rank):
-    """Uneven experts, replicas, ranks without experts, and ids of both types."""
+    """Every placement of that list, with token counts all different; few experts a rank, fewer than a token's routes."""
     ranks, wrong = dist.get_world_size(), {}
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(72)).tolist()
-    for name, local in {
-        "uneven": Placement.even(15, ranks).local,
-        "shuffled": tuple(tuple(order[r::ranks]) for r in range(ranks)),
-        "all on the last rank": (*[()] * (ranks - 1), tuple(range(16))),
-        "everything everywhere": (tuple(range(16)),) * ranks,
-        "two hot experts replicated": tuple((0, 9, *(e for e in range(r, 16, ranks) if e not in (0, 9))) for r in range(ranks)),
-    }.items():
-        experts = len({e for held in local for e in held})
-        made = problem("mxfp8", experts=experts, placement=Placement(local))
-        trial = make_trial(made, ranks=ranks, tokens=[24, 7, 0, 11][:ranks], seed=73)
-        all_ids = [inputs.topk_ids for inputs in trial.inputs]
+    for name, placement in cases.placements(8, ranks).items():
+        trial = make_trial(cases.placed(problem("mxfp8", top_k=6), placement), ranks=ranks, seed=73)
         with opened(trial, dist.group.WORLD) as s:
-            out = s.run(*trial.inputs[rank])
-            wrong[name] = judged(trial, rank, out)
-            if s.counts().tolist() != expected_counts(trial, rank, all_ids):
-                wrong[name] += f" counts {s.counts().tolist()}, expected {expected_counts(trial, rank, all_ids)}"
-            again = s.run(trial.inputs[rank].x, all_ids[rank].long(), trial.inputs[rank].topk_weights)
-            if not torch.equal(again, out):
-                wrong[name] += " int64 ids give another result"
+            wrong |= {f"{name}: {case}": what for case, what in cases.go_through(s, trial, rank, only=["masked"]).items()}
     return wrong
 
 
 def everything(rank):
-    return formats_and_forms(rank) | patterns_and_token_counts(rank) | placements(rank)
+    return formats_and_forms(rank) | routings(rank) | placements(rank)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

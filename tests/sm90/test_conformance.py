@@ -8,3 +8,4 @@ from megamoe_sm90 import SPEC
 
 class TestSm90(BackendConformance):
     spec = SPEC
+    shared_gpu = True

@@ -7,18 +7,28 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
 
+from tests.machine.launch import MachineFault, compiler
+from tests.machine.layers import OneRank, inputs_of, same_bytes
+
 from megamoe import MoEProblem
 from megamoe.device import regions
 from megamoe.formats import load
 from megamoe.problem import SwiGLU
-from tests.machine.launch import MachineFault, compiler
-from tests.machine.layers import OneRank, inputs_of, same_bytes
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
 
 OAI = SwiGLU(limit=7.0, alpha=1.702, up_bias=1.0)
 # One expert with more rows than a tile, then what breaks kernels, over one workspace.
-CALLS = (("zipf", 200), ("one expert", 130), ("duplicates", 33), ("unrouted", 5), ("masked", 41), ("first quarter", 1), ("balanced", 0), ("zipf", 64))
+CALLS = (
+    ("zipf", 200),
+    ("one expert", 130),
+    ("duplicates", 33),
+    ("unrouted", 5),
+    ("masked", 41),
+    ("first quarter", 1),
+    ("balanced", 0),
+    ("zipf", 64),
+)
 
 
 def problem_of(**more):

@@ -7,13 +7,13 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
 
 import torch
+from tests.machine.launch import compiler
+from tests.machine.layers import OneRank, Ranks, inputs_of, same_bytes
 
 from megamoe import MoEProblem, Placement
 from megamoe.device import wire
 from megamoe.formats import load
 from megamoe.testing import routing
-from tests.machine.launch import compiler
-from tests.machine.layers import OneRank, Ranks, inputs_of, same_bytes
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
 

@@ -10,8 +10,6 @@ from megamoe.compile.obtain import obtain
 from megamoe.ep.confighash import configuration
 from megamoe_sm90 import ranks_plan
 from megamoe_sm90.backend import Sm90Backend
-from megamoe_sm90.ranks_session import share
-from megamoe_sm90.shim import ranks as several
 
 BACKEND = Sm90Backend()
 MIB = 1 << 20
@@ -24,10 +22,11 @@ def problem_of(**more):
 @pytest.fixture
 def proved(monkeypatch):
     """As if the kernels had been seen to run on any number of ranks."""
-    monkeypatch.setattr(several, "PROVED_RANKS", 72)
+    monkeypatch.setenv("MEGAMOE_TEST_RANKS", "1")
 
 
-def test_several_ranks_are_refused_with_the_true_reason():
+def test_several_ranks_are_refused_with_the_true_reason(monkeypatch):
+    monkeypatch.delenv("MEGAMOE_TEST_RANKS", raising=False)
     (reason,) = BACKEND.supports(problem_of(), ranks=2).reasons
     assert "no launch of it has been seen to complete on GPUs" in reason.text
     with pytest.raises(UnsupportedProblem, match="2 ranks"):
@@ -140,14 +139,6 @@ def test_knobs_of_one_rank_are_refused(proved, knobs):
         BACKEND.plan(problem_of(), ranks=2, knobs=knobs)
 
 
-def test_ranks_that_share_a_gpu_share_what_they_see():
-    one = {"gpu": "a", "seen": 132}
-    assert [share([one] * n, 0) for n in (1, 2, 4, 8)] == [132, 66, 33, 16]
-    assert share([{"gpu": "a", "seen": 66}, {"gpu": "a", "seen": 64}], 0) == 32
-    assert [share([one, {"gpu": "b", "seen": 100}, one], rank) for rank in range(3)] == [66, 100, 66]
-    assert share([{"gpu": "a", "seen": 2}] * 4, 3) == 1
-
-
 def test_another_architecture_is_refused(proved):
     with pytest.raises(InvalidInput, match="sm_100a"):
         BACKEND.kernels(BACKEND.plan(problem_of(), ranks=2), arch="sm_100a")
@@ -162,6 +153,7 @@ KERNELS = {
     "mxfp8, block scales": ({}, 2, {"native_tile": 128, "wire": "mxfp8"}),
     "mxfp8, ranks fewer than slots": ({"format": "fp8_tensor_e5m2", "routing_weight": "early"}, 2, {"wire": "mxfp8", "native_tile": 64}),
     "mxfp8, bf16": ({"format": "bf16"}, 8, {"wire": "mxfp8", "native_tile": 128}),
+    "the most ranks": ({"experts": 288, "top_k": 8}, 72, {}),
     "eight ranks": ({"format": "fp8_tensor", "experts": 256, "top_k": 8}, 8, {}),
     "a ring": ({"max_tokens": 8192}, 8, {"ring": 2}),
     "a ring, two bytes": ({"format": "bf16", "max_tokens": 8192}, 4, {"ring": 4}),

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe import InvalidInput
+from megamoe import InvalidInput, MoEProblem, Placement
 from megamoe.bench.workloads import Shape, make_weights
 from megamoe.formats import load
+from megamoe.testing.trial import make_trial
 from megamoe_sm90.backend import Sm90Backend
 
 BACKEND = Sm90Backend()
@@ -99,3 +100,15 @@ def test_sessions_need_a_gpu():
     plan = BACKEND.plan(SHAPE.problem(16, "bf16"))
     with pytest.raises(InvalidInput, match="cpu"):
         BACKEND.open_session(plan, BACKEND.prepare_weights(plan, weights_of("bf16")))
+
+
+@pytest.mark.parametrize("format", ["fp8_block128", "fp8_tensor", "bf16"])
+def test_a_rank_may_hold_no_expert(format, monkeypatch):
+    monkeypatch.setenv("MEGAMOE_TEST_RANKS", "1")
+    problem = MoEProblem(4, 2, 256, 128, 16, format, placement=Placement(((), (0, 1, 2, 3))))
+    plan, trial = BACKEND.plan(problem, ranks=2), make_trial(problem, ranks=2)
+    nothing, all_four = (BACKEND.prepare_weights(plan, trial.local_weights(rank)) for rank in range(2))
+    assert {name: (t.dtype, t.shape[1:]) for name, t in nothing.tensors.items() if t.dim() > 1} == {
+        name: (t.dtype, t.shape[1:]) for name, t in all_four.tensors.items() if t.dim() > 1
+    }
+    assert nothing.tensors["w13"].shape == (0, 256, 256)

@@ -22,7 +22,8 @@ static void list_stores(Fiber* t) {
 
 /* ---- cp.async ---- */
 
-static void perform(const Copy& c) {
+static void perform(Fiber* t, const Copy& c) {
+  generic_write(t, c.to, c.size, t->of);
   if (c.read) memcpy(c.to, c.from, c.read);
   memset(c.to + c.read, 0, c.size - c.read);
 }
@@ -49,14 +50,14 @@ void cp_async_commit(Thread* t) { fiber(t)->copy_group++; }
 static void happen_at(Fiber* t, size_t at) {
   auto& list = t->copies;
   if (list[at].from) {
-    perform(list[at]);
+    perform(t, list[at]);
     list.erase(list.begin() + at);
     return;
   }
   std::vector<Copy> first(list.begin(), list.begin() + at + 1);
   list.erase(list.begin(), list.begin() + at + 1);
   for (auto& c : first)
-    if (c.from) perform(c);
+    if (c.from) perform(t, c);
     else arrive_on(c.to, 1, t->line, t->of);
 }
 
@@ -90,6 +91,16 @@ static void send(Thread* thread, Pending&& p) {
   pause_sometimes(fiber(thread));
 }
 
+/* What a load may not see yet arrives as poison: a box may reach over what nobody uses. */
+static void hide(Thread* t, Pending& p, char* to, u64 address, u32 size, Cta* owner) {
+  static const char poison[GRANULE] = {-1, -1, -1, -1};
+  for (u32 offset : unseen(fiber(t), (void*)address, size, nullptr)) {
+    p.pieces.push_back({to + offset, poison});
+    p.sizes.push_back(size - offset < GRANULE ? size - offset : GRANULE);
+    p.owners.push_back(owner);
+  }
+}
+
 static void check_line(Thread* t, u64 address, u32 size, const char* what) {
   if (address % 16 || size % 16 || !size) fail(t, format("bulk copy of %u bytes %s %#llx: not aligned to 16", size, what, (unsigned long long)address));
 }
@@ -112,9 +123,11 @@ void bulk_load(Thread* t, u64 shared, u64 global, u32 size, u64 barrier, u32 mul
   check_global(t, global, size, 16);
   Pending p;
   for (u32 rank : receivers(t, shared, multicast)) {
-    p.pieces.push_back({shared_of(fiber(t), in_rank(shared, rank), size), (const char*)global});
-    p.sizes.push_back(size);
     Cta* cta;
+    p.pieces.push_back({shared_of(fiber(t), in_rank(shared, rank), size, &cta), (const char*)global});
+    p.sizes.push_back(size);
+    p.owners.push_back(cta);
+    hide(t, p, p.pieces.back().first, global, size, cta);
     char* at = shared_of(fiber(t), multicast ? in_rank(barrier, rank) : barrier, 8, &cta);
     p.barriers.push_back({at, size});
     p.ctas.push_back(cta);
@@ -127,17 +140,21 @@ void bulk_to_cluster(Thread* t, u64 to, u64 from, u32 size, u64 barrier) {
   check_line(t, to, size, "to");
   Pending p;
   Cta* cta;
-  p.pieces.push_back({shared_of(fiber(t), to, size), shared_of(fiber(t), from, size)});
+  p.pieces.push_back({shared_of(fiber(t), to, size, &cta), shared_of(fiber(t), from, size)});
+  async_read(fiber(t), p.pieces[0].second, size, fiber(t)->of);
   p.sizes.push_back(size);
+  p.owners.push_back(cta);
   p.barriers.push_back({shared_of(fiber(t), barrier, 8, &cta), size});
   p.ctas.push_back(cta);
   send(t, std::move(p));
 }
 
 static void perform(Pending& p) {
-  for (size_t i = 0; i < p.pieces.size(); i++)
+  for (size_t i = 0; i < p.pieces.size(); i++) {
+    async_write(p.pieces[i].first, p.sizes[i], p.owners[i]);
     if (p.pieces[i].second) memcpy(p.pieces[i].first, p.pieces[i].second, p.sizes[i]);
     else memset(p.pieces[i].first, 0, p.sizes[i]);
+  }
   for (size_t i = 0; i < p.barriers.size(); i++) {
     if (p.ctas[i]->left == 0) fail_at(format("line %d: CTA %u has ended while a bulk copy into its memory was under way", p.line, p.ctas[i]->index));
     complete_bytes(p.barriers[i].first, p.barriers[i].second, p.line, p.ctas[i]);
@@ -210,9 +227,13 @@ void tensor_load(Thread* t, int rank, u64 shared, u64 map, const s32* corner, u6
   const u32 bytes = walk(t, m, corner, shared, [&](u64 to, u64 address, u32 have) {
     if (have) check_global(t, address, have, m.size);
     for (u32 r : ranks) {
-      char* place = shared_of(fiber(t), in_rank(to, r), CHUNK);
-      if (have) p.pieces.push_back({place, (const char*)address}), p.sizes.push_back(have);
-      if (have < CHUNK) p.pieces.push_back({place + have, nullptr}), p.sizes.push_back(CHUNK - have);
+      Cta* owner;
+      char* place = shared_of(fiber(t), in_rank(to, r), CHUNK, &owner);
+      if (have) {
+        p.pieces.push_back({place, (const char*)address}), p.sizes.push_back(have), p.owners.push_back(owner);
+        hide(t, p, place, address, have, owner);
+      }
+      if (have < CHUNK) p.pieces.push_back({place + have, nullptr}), p.sizes.push_back(CHUNK - have), p.owners.push_back(owner);
     }
   });
   for (u32 r : ranks) {
@@ -231,7 +252,10 @@ static void advance(Store& s) {
     for (size_t i = 0; i < s.pieces.size(); i++) memcpy(&s.box[i * s.bytes], s.pieces[i].second, s.bytes);
     s.read = true;
   } else {
-    for (size_t i = 0; i < s.pieces.size(); i++) memcpy(s.pieces[i].first, &s.box[i * s.bytes], s.bytes);
+    for (size_t i = 0; i < s.pieces.size(); i++) {
+      memcpy(s.pieces[i].first, &s.box[i * s.bytes], s.bytes);
+      async_write(s.pieces[i].first, s.bytes, nullptr);
+    }
     s.written = true;
     M->progress++;
   }
@@ -245,6 +269,7 @@ void bulk_store(Thread* thread, u64 global, u64 shared, u32 size) {
   Store s;
   s.line = t->line, s.group = t->store_group, s.bytes = size;
   s.pieces.push_back({(char*)global, shared_of(t, shared, size)});
+  async_read(t, s.pieces[0].second, size, t->of);
   t->stores.push_back(std::move(s));
   list_stores(t);
   pause_sometimes(t);
@@ -258,6 +283,7 @@ void tensor_store(Thread* thread, int rank, u64 map, const s32* corner, u64 shar
   walk(t, m, corner, shared, [&](u64 from, u64 address, u32 have) {
     if (have) check_global(t, address, have, m.size);
     const char* place = shared_of(t, in_rank(from, t->rank), CHUNK);
+    async_read(t, place, CHUNK, t->of);
     for (u32 i = 0; i < have; i += m.size) s.pieces.push_back({(char*)address + i, place + i});
   });
   t->stores.push_back(std::move(s));

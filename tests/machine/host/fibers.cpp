@@ -80,7 +80,8 @@ std::string format(const char* text, ...) {
   return buffer;
 }
 
-static std::string place(const Fiber* t) {
+std::string place_of(Thread* thread) {
+  const Fiber* t = fiber(thread);
   return format("launch %u, CTA %u, thread %u, line %d", t->of->launch->index, t->of->index, t->tid, t->line);
 }
 
@@ -93,7 +94,7 @@ void fail_at(const std::string& what) {
   megamoe_switch(&t->context, scheduler);
   __builtin_unreachable();
 }
-void fail(Thread* t, const char* what) { fail_at(place(fiber(t)) + ": " + what); }
+void fail(Thread* t, const char* what) { fail_at(place_of(t) + ": " + what); }
 
 void wait(Fiber* t, Waiting waiting) {
   t->waiting = waiting;
@@ -264,7 +265,7 @@ struct LaunchArguments {
   u64 stop_after, start;
 };
 
-/* Returns 0, or 1 with the fault's text. `statistics`: switches, nanoseconds of virtual time. */
+/* Returns 0, or 1 with the fault's text. `statistics`: switches, nanoseconds of virtual time, loads of what may not be seen yet. */
 int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32 buffer_count, u64 seed, u64 most_idle, u64* statistics,
                 char* text, u64 text_size) {
   Machine machine;
@@ -274,7 +275,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
   M->contest = (u32[]){1, 2, 6, 20}[below(4)];
   M->most_idle = most_idle;
   current = nullptr;
-  for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1]});
+  for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1], {}});
   std::sort(M->buffers.begin(), M->buffers.end(), [](auto& a, auto& b) { return a.begin < b.begin; });
   const u64 origin = M->clock;
   for (u32 n = 0; n < count; n++) {
@@ -317,6 +318,9 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
       cluster->threads += g.block;
       const u32 warps = (g.block + 31) / 32;
       cta->meetings.resize(warps);
+      cta->first_warp = M->fences.size();
+      M->fences.resize(M->fences.size() + warps);
+      cta->written.resize(g.shared_bytes / GRANULE + 2);
       for (u32 w = 0; w < warps; w++) cta->priorities.push_back(random_number());
       cta->groups.resize((warps + 3) / 4);
       for (u32 tid = 0; tid < g.block; tid++) {
@@ -347,7 +351,8 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
         if (t->stack) stacks.push_back(t->stack);
   statistics[0] = M->switches;
   statistics[1] = M->clock - origin;
-  snprintf(text, text_size, "%s", M->fault.c_str());
+  statistics[2] = M->unseen_loads;
+  snprintf(text, text_size, "%s", (M->failed ? M->fault : M->unseen).c_str());
   const int failed = M->failed;
   M = nullptr;
   return failed;

@@ -27,6 +27,7 @@ void* shared_at(Thread*, u64 address, u32 size, bool write);
 void* generic_at(Thread*, u64 address, u32 size, bool write);
 void polled(Thread*, u64 address, u64 seen); /* after a load that may be repeated until another thread stores */
 void stored(Thread*);                        /* after a store or an atomic that others may wait for */
+void proxy_fence(Thread*, bool shared, bool global);
 [[noreturn]] void fail(Thread*, const char* what);
 
 /* ---- fibers.cpp ---- */

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include "state.h"
 
-static const Machine::Buffer* find(u64 address, u64 size) {
+static Machine::Buffer* find(u64 address, u64 size) {
   auto next = std::upper_bound(M->buffers.begin(), M->buffers.end(), address, [](u64 a, auto& b) { return a < b.begin; });
   if (next == M->buffers.begin()) return nullptr;
   --next;
@@ -17,7 +17,10 @@ void check_global(Thread* t, u64 address, u64 size, u32 alignment) {
 
 void* global_at(Thread* t, u64 address, u32 size, bool write) {
   check_global(t, address, size, size);
-  if (write) M->progress++;
+  if (write) {
+    M->progress++;
+    generic_write(fiber(t), (void*)address, size, nullptr);
+  }
   pause_sometimes(fiber(t));
   return (void*)address;
 }
@@ -36,7 +39,9 @@ char* shared_of(Fiber* t, u64 address, u32 size, Cta** whose) {
 
 void* shared_at(Thread* t, u64 address, u32 size, bool write) {
   if (address % size) fail(t, format("shared offset %d is not aligned to %u bytes", (int)((address & 0xffffff) - SHARED_BEGIN), size));
-  char* at = shared_of(fiber(t), address, size);
+  Cta* cta;
+  char* at = shared_of(fiber(t), address, size, &cta);
+  if (write) generic_write(fiber(t), at, size, cta);
   pause_sometimes(fiber(t));
   return at;
 }
@@ -59,4 +64,69 @@ void polled(Thread* thread, u64 address, u64 seen) {
 void stored(Thread* t) {
   M->progress++;
   pause_sometimes(fiber(t));
+}
+
+/* ---- order between the generic and the asynchronous proxy ---- */
+
+/* The records of some bytes; none where no buffer has any. */
+static Written* records(const void* at, u32 size, Cta* shared, bool make, u32* count) {
+  const u64 address = (u64)at;
+  u64 begin;
+  std::vector<Written>* all;
+  if (shared) {
+    begin = (u64)shared->shared + SHARED_BEGIN, all = &shared->written;
+  } else {
+    Machine::Buffer* buffer = find(address, size);
+    if (!buffer || (buffer->written.empty() && !make)) return nullptr;
+    if (buffer->written.empty()) buffer->written.resize(buffer->end / GRANULE - buffer->begin / GRANULE + 1);
+    begin = buffer->begin, all = &buffer->written;
+  }
+  const u64 first = address / GRANULE - begin / GRANULE;
+  *count = (u32)((address + size - 1) / GRANULE - address / GRANULE) + 1;
+  return &(*all)[first];
+}
+
+void generic_write(Fiber* t, const void* at, u32 size, Cta* shared) {
+  u32 count = 0;
+  Written* w = records(at, size, shared, true, &count);
+  M->now++;
+  for (u32 i = 0; i < count; i++) w[i] = {M->now, t->of->first_warp + t->warp, t->line};
+}
+
+void async_write(const void* at, u32 size, Cta* shared) {
+  u32 count = 0;
+  Written* w = records(at, size, shared, false, &count);
+  for (u32 i = 0; w && i < count; i++) w[i].time = 0;
+}
+
+/* Seen is what the warp that wrote it, or one of those that read now, has fenced since. */
+std::vector<u32> unseen(Fiber* t, const void* at, u32 size, Cta* shared, u32 warps) {
+  u32 count = 0;
+  std::vector<u32> found;
+  Written* w = records(at, size, shared, false, &count);
+  if (!w) return found;
+  const u32 own = t->of->first_warp + t->warp / warps * warps;
+  auto fenced = [&](u32 warp) { return shared ? M->fences[warp].shared : M->fences[warp].global; };
+  for (u32 i = 0; i < count; i++) {
+    if (!w[i].time || fenced(w[i].warp) > w[i].time) continue;
+    bool seen = false;
+    for (u32 k = 0; k < warps; k++) seen |= fenced(own + k) > w[i].time;
+    if (seen) continue;
+    if (!M->unseen_loads++)
+      M->unseen = place_of(t) + format(": the asynchronous proxy reads what line %d wrote, and there is no fence.proxy.async between", w[i].line);
+    found.push_back(i * GRANULE);
+  }
+  return found;
+}
+
+void async_read(Fiber* t, const void* at, u32 size, Cta* shared, u32 warps) {
+  if (!unseen(t, at, size, shared, warps).empty()) fail_at(M->unseen);
+}
+
+void proxy_fence(Thread* thread, bool shared, bool global) {
+  Fiber* t = fiber(thread);
+  ProxyFences& f = M->fences[t->of->first_warp + t->warp];
+  M->now++;
+  if (shared) f.shared = M->now;
+  if (global) f.global = M->now;
 }

@@ -15,6 +15,14 @@ struct Cta;
 struct Fiber;
 struct Op;
 
+const u32 GRANULE = 4;
+struct Written { /* by the generic proxy: so many bytes of memory */
+  u32 time = 0, warp = 0; /* 0: not, or the asynchronous proxy has written it since */
+  int line = 0;
+};
+
+struct ProxyFences { u32 shared = 0, global = 0; }; /* times of a warp's latest fence.proxy.async */
+
 struct Meeting { /* of the lanes of a warp at one instruction */
   u32 mask, arrived = 0, left = 0;
   int line;
@@ -92,6 +100,8 @@ struct Cta {
   u32 shared_end;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::vector<std::unique_ptr<Meeting>>> meetings; /* by warp */
+  u32 first_warp; /* its warps' places in M->fences */
+  std::vector<Written> written;
   std::vector<u32> priorities;                                   /* by warp */
   std::deque<Group> groups;
   Bar bars[16];
@@ -116,6 +126,7 @@ struct Pending { /* what may happen at any time from now on */
   int line = 0;
   std::vector<std::pair<char*, const char*>> pieces; /* LOAD: to, from (null: zeros) */
   std::vector<u32> sizes;
+  std::vector<Cta*> owners; /* of the shared memory that pieces go to */
   std::vector<std::pair<char*, u32>> barriers; /* complete_tx */
   std::vector<Cta*> ctas;
 };
@@ -130,9 +141,12 @@ struct Machine {
   std::vector<Fiber*> ready, pollers, sleepers;
   std::vector<Pending> pending;
   std::unordered_map<char*, std::vector<Fiber*>> barrier_waiters;
-  struct Buffer { u64 begin, end; };
+  struct Buffer { u64 begin, end; std::vector<Written> written; };
   std::vector<Buffer> buffers;
-  std::string fault;
+  std::vector<ProxyFences> fences;
+  u32 now = 0; /* counts writes and fences */
+  std::string fault, unseen; /* the latter: the first load of what may not be seen yet */
+  u64 unseen_loads = 0;
   bool failed = false;
 };
 extern Machine* M;
@@ -155,7 +169,14 @@ bool copies_happen(Fiber*);
 bool stores_happen(Fiber*);
 bool products_happen(Group*);
 void check_global(Thread*, u64 address, u64 size, u32 alignment);
+/* Order between the proxies; addresses are of this process. A warp's number counts from that of all launches' first one. */
+void generic_write(Fiber*, const void* at, u32 size, Cta* shared);
+void async_write(const void* at, u32 size, Cta* shared);
+void async_read(Fiber*, const void* at, u32 size, Cta* shared, u32 warps = 1);
+/* Offsets of granules that the asynchronous proxy may not see yet. */
+std::vector<u32> unseen(Fiber*, const void* at, u32 size, Cta* shared, u32 warps = 1);
 std::string format(const char*, ...);
+std::string place_of(Thread*);
 [[noreturn]] void fail_at(const std::string& what);
 static inline Fiber* fiber(Thread* t) { return static_cast<Fiber*>(t); }
 [[noreturn]] static inline void fail(Thread* t, const std::string& what) { fail(t, what.c_str()); }

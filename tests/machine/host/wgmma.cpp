@@ -8,6 +8,8 @@ void wgmma_fence(Thread* t) { fiber(t)->fenced = true; }
 
 static Group& group_of(Fiber* t) { return t->of->groups[t->tid / GROUP_THREADS]; }
 
+static void check_order(Fiber* t, u64 descriptor, int rows);
+
 static void list(Group& g) {
   if (g.listed) return;
   for (auto& op : g.ops)
@@ -49,30 +51,41 @@ void wgmma(Thread* thread, const Products& what, u32* const* accumulators) {
   else if (before->done) op.values[lane] = before->values[lane];
   for (u32* p : places) *p = POISON;
   if (++op.joined == GROUP_THREADS) {
+    if (!what.a_registers) check_order(t, o.a, 64);
+    check_order(t, o.b, o.n);
     list(g);
     wake_all(g.waiters);
   }
   pause_sometimes(t);
 }
 
-/* Rows of a K-major operand as floats; `k_bytes` are 32. */
-static void decode(Cta* cta, u64 descriptor, int rows, int type, float* out, int line) {
-  static const u32 masks[4] = {0, 0x70, 0x30, 0x10};
+/* Where 16 bytes of a K-major operand lie: half a row of the 32 bytes that a product takes. */
+static u32 offset_of(Cta* cta, u64 descriptor, int row, int half, int line) {
+  static const u32 masks[4] = {0, 0x70, 0x30, 0x10}, pitches[4] = {16, 128, 64, 32};
   const u32 mode = descriptor >> 62, start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
             stride = (descriptor >> 32 & 0x3fff) << 4;
   if (descriptor >> 49 & 7) fail_at(format("line %d: wgmma descriptor with a base offset", line));
-  const u32 pitch = mode == 1 ? 128 : mode == 2 ? 64 : mode == 3 ? 32 : 16;
+  u32 at = start + row / 8 * stride + row % 8 * pitches[mode] + half * (mode ? 16 : leading);
+  at ^= at >> 3 & masks[mode];
+  if (at < SHARED_BEGIN || at + 16 > cta->shared_end)
+    fail_at(format("line %d: wgmma reads shared offset %d, outside the CTA's memory", line, (int)(at - SHARED_BEGIN)));
+  return at;
+}
+
+static void check_order(Fiber* t, u64 descriptor, int rows) {
+  for (int r = 0; r < rows; r++)
+    for (int half = 0; half < 2; half++)
+      async_read(t, t->of->shared + offset_of(t->of, descriptor, r, half, t->line), 16, t->of, GROUP_THREADS / 32);
+}
+
+static void decode(Cta* cta, u64 descriptor, int rows, int type, float* out, int line) {
   const int element = type <= F16 ? 2 : 1;
   static float e4m3[256], e5m2[256];
   if (!e4m3[1])
     for (int i = 0; i < 256; i++) e4m3[i] = from_e4m3(i), e5m2[i] = from_e5m2(i);
   for (int r = 0; r < rows; r++)
     for (int half = 0; half < 2; half++) {
-      u32 at = start + r / 8 * stride + r % 8 * pitch + half * (mode ? 16 : leading);
-      at ^= at >> 3 & masks[mode];
-      if (at < SHARED_BEGIN || at + 16 > cta->shared_end)
-        fail_at(format("line %d: wgmma reads shared offset %d, outside the CTA's memory", line, (int)(at - SHARED_BEGIN)));
-      const u8* from = (const u8*)cta->shared + at;
+      const u8* from = (const u8*)cta->shared + offset_of(cta, descriptor, r, half, line);
       float* to = out + r * (32 / element) + half * (16 / element);
       for (int i = 0; i < 16 / element; i++) {
         u16 two;

@@ -36,8 +36,11 @@ ARCH = Variable(
 CACHE_DIR = Variable("MEGAMOE_CACHE_DIR", "folder of the compile and knob caches", "~/.cache/megamoe")
 TIMEOUT = Variable("MEGAMOE_TIMEOUT", "seconds that a wait inside a kernel may last", "30")
 LOG = Variable("MEGAMOE_LOG", "log level on stderr: debug, info, warning, error", "warning")
+TEST_RANKS = Variable(
+    "MEGAMOE_TEST_RANKS", "1: also run kernels for several ranks that were not yet seen to run on GPUs; for the tests that prove them", "no"
+)
 
-VARIABLES = (BACKEND, DISABLE, ARCH, CACHE_DIR, TIMEOUT, LOG)
+VARIABLES = (BACKEND, DISABLE, ARCH, CACHE_DIR, TIMEOUT, LOG, TEST_RANKS)
 
 VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", "GPUs that this process may use, by index or UUID", "all")
 DEVICE_ORDER = Variable("CUDA_DEVICE_ORDER", "what a GPU's index counts: FASTEST_FIRST or PCI_BUS_ID", "FASTEST_FIRST")
@@ -112,6 +115,11 @@ def timeout_seconds() -> float:
             f"{TIMEOUT.name}={text!r} is not a deadline; allowed: a number of seconds above 0.", hint=f"unset {TIMEOUT.name}"
         )
     return seconds
+
+
+def allows_unproved_ranks() -> bool:
+    """Whether backends plan for more ranks than their kernels have been proved on."""
+    return TEST_RANKS.read() == "1"
 
 
 def log_level() -> str:

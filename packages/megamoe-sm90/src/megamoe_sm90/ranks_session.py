@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,9 +10,10 @@ from megamoe import env
 from megamoe.ep.fabric import DeviceFabric
 from megamoe.ep.heap import open_heap
 from megamoe.ep.lifecycle import Lifecycle
-from megamoe.ep.nvshmem import together
 from megamoe.ep.rendezvous import Rendezvous
+from megamoe.ep.together import attempt, given_back
 from megamoe.inputs import find_bad_ids, raise_bad_ids
+from megamoe_sm90 import residency
 from megamoe_sm90.session import Sm90Session
 from megamoe_sm90.shim.launch import Launcher
 from megamoe_sm90.shim.ranks import RanksLauncher, RanksMemory, RanksVariant
@@ -48,34 +48,38 @@ class Sm90RanksSession(Sm90Session):
         self._ids: torch.Tensor | None = None
         seconds = env.timeout_seconds()
         biases = {name: name in weights.tensors for name in ("b13", "b2")}
-        routes = (self._problem.max_tokens, self._problem.top_k)
         kinds = (False,) if self._problem.format == "bf16" else (False, True)
         with torch.cuda.device(self._device):
-            ctas = ctas_of(group, self._device)
+            ctas = residency.ctas_of(group, self._device)
             variants = {
                 quantized: RanksVariant.of(
                     self._problem, group.size, plan.detail, Operands(quantized=quantized, sms=ctas, **biases), delays=delays
                 )
                 for quantized in kinds
             }
+            residency.check(group, self._device, variants.values())
             self._config = variants[False].config
             self._heap = open_heap(self._config.layout, group, self._device)
-            memory = RanksMemory(variants[False], self._heap, self._device)
-            self._workspace = memory  # type: ignore[assignment]  # what is inherited only calls used_on
-            self._fabric = DeviceFabric(self._heap, group, memory.control)
-            self._ids64 = torch.empty(routes, dtype=torch.int64, device=self._device)
-            self._ids32 = torch.empty(routes, dtype=torch.int32, device=self._device)
-            self._weights32 = torch.empty(routes, dtype=torch.float32, device=self._device)
-            self._stream = torch.cuda.current_stream(self._device)
-            # Every kernel now, and alone: one that is loaded while peers wait in theirs would let them wait for long.
-            self._launchers = {}
-            for quantized, variant in variants.items():
-                launcher = RanksLauncher(variant, weights, memory, seconds)
-                launcher.load(group.rank, self._stream)
-                self._launchers[quantized] = launcher
-            rendezvous = Rendezvous(group, _MEETING_DEADLINES * seconds)
-            self._life = Lifecycle(group, rendezvous, self._fabric, seconds)
-            rendezvous.meet("open")
+            with given_back(lambda alone: self._heap.close(alone=alone)):
+                attempt(group, self._device, lambda: self._prepare(group, variants, weights, seconds))
+            self._life = Lifecycle(group, Rendezvous(group, _MEETING_DEADLINES * seconds), self._fabric, seconds)
+
+    def _prepare(self, group: Group, variants: dict[bool, RanksVariant], weights: Sm90Weights, seconds: float) -> None:
+        """This rank's own memory, and its kernels on the device."""
+        memory = RanksMemory(variants[False], self._heap, self._device)
+        self._workspace = memory  # type: ignore[assignment]  # what is inherited only calls used_on
+        self._fabric = DeviceFabric(self._heap, group, memory.control)
+        routes = (self._problem.max_tokens, self._problem.top_k)
+        self._ids64 = torch.empty(routes, dtype=torch.int64, device=self._device)
+        self._ids32 = torch.empty(routes, dtype=torch.int32, device=self._device)
+        self._weights32 = torch.empty(routes, dtype=torch.float32, device=self._device)
+        self._stream = torch.cuda.current_stream(self._device)
+        # Every kernel now, and alone: one that is loaded while peers wait in theirs would let them wait for long.
+        self._launchers = {}
+        for quantized, variant in variants.items():
+            launcher = RanksLauncher(variant, weights, memory, seconds)
+            launcher.load(group.rank, self._stream)
+            self._launchers[quantized] = launcher
 
     def run(
         self,
@@ -123,21 +127,3 @@ class Sm90RanksSession(Sm90Session):
     def _raise_reported(self) -> None:
         if self._fabric.take_bad_ids() and self._ids is not None:
             raise_bad_ids(find_bad_ids(self._ids, self._problem.experts), self._problem, call="an earlier call")
-
-
-def ctas_of(group: Group, device: torch.device) -> int:
-    """CTAs of a launch: all of them, and those of the ranks that share the GPU, must run at the same time, one on a multiprocessor.
-
-    Ranks on one GPU (MPS) see the same multiprocessors, also where a thread percentage lets each see fewer; so they share what is seen.
-    """
-    facts = torch.cuda.get_device_properties(device)
-    everyone = together(group, device, "", {"gpu": str(facts.uuid), "seen": facts.multi_processor_count})
-    return share(everyone, group.rank)
-
-
-def share(everyone: list[dict[str, object]], rank: int) -> int:
-    """This rank's part of the multiprocessors, at least 1, from every rank's ``gpu`` and ``seen`` multiprocessors."""
-    gpu = everyone[rank]["gpu"]
-    sharing = Counter(one["gpu"] for one in everyone)[gpu]
-    seen = min(int(str(one["seen"])) for one in everyone if one["gpu"] == gpu)
-    return max(1, seen // sharing)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from megamoe.bench.timing import Timing
 from megamoe.bench.workloads import Shape, make_ids, make_weights
 from megamoe.errors import InvalidInput, MegaMoEError
-from megamoe.formats import describe
 from megamoe.problem import MoEProblem
+from megamoe.testing.traffic import Traffic, imbalance, traffic
 from megamoe.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ class RanksPoint:
         ms: median time of a launch on the slowest rank, in milliseconds.
         spread: of that rank, (slowest - fastest repeat) / median.
         fastest_ms: on the fastest rank.
-        wire_bytes: least that crosses between a rank and its peers in a launch, both ways together, on the rank with most: every token to
-            a rank once, every remote route's result back in bf16.
+        wire_bytes: least that crosses between a rank and its peers in a launch, on the rank with most; see :mod:`megamoe.testing.traffic`.
         imbalance: rows that the fullest rank receives, over the mean.
         rel_l2: error of a sampled token of every rank against the oracle, the largest; ``None`` when the layer is too large to check.
     """
@@ -62,8 +61,7 @@ class _Part:
     """What one rank saw."""
 
     timing: Timing
-    wire_bytes: int
-    sent: tuple[int, ...]
+    traffic: Traffic
     rel_l2: float | None
     backend: str
 
@@ -88,18 +86,17 @@ def measure(
     """
     from megamoe.select import get_backend
     from megamoe.testing.launcher import RanksFailed, launch
-    from megamoe.testing.mps import serving
+    from megamoe.testing.rehearsal import shared_gpu
 
     if ranks < 2:
         raise InvalidInput(f"ranks={ranks}; allowed: 2 or more.", hint="megamoe bench without --ranks measures one rank")
     get_backend(backend).plan(_problem(shape, format, tokens, ranks), ranks=ranks)  # what it refuses, it refuses before any rank starts
     try:
-        with serving(ranks) as env:
+        with shared_gpu(backend, ranks) as env:
             parts = launch(_rank, ranks, shape, format, tokens, routing, backend, launches, repeats, timeout=600.0, env=env)
     except RanksFailed as error:
         raise MegaMoEError(f"{len(error.errors)} of {ranks} ranks failed:\n{error}") from error
     slowest = max(parts, key=lambda part: part.timing.ms)
-    received = [sum(part.sent[rank] for part in parts) for rank in range(ranks)]
     errors = [part.rel_l2 for part in parts if part.rel_l2 is not None]
     return RanksPoint(
         shape=shape.name,
@@ -111,35 +108,10 @@ def measure(
         ms=slowest.timing.ms,
         spread=slowest.timing.spread,
         fastest_ms=min(part.timing.ms for part in parts),
-        wire_bytes=max(part.wire_bytes for part in parts),
-        imbalance=max(received) * ranks / max(1, sum(received)),
+        wire_bytes=max(part.traffic.wire_bytes for part in parts),
+        imbalance=imbalance([part.traffic for part in parts]),
         rel_l2=max(errors, default=None),
     )
-
-
-def traffic(problem: MoEProblem, ids: torch.Tensor, ranks: int, rank: int) -> tuple[int, tuple[int, ...]]:
-    """What a rank's routes move.
-
-    Args:
-        problem: the layer.
-        ids: (tokens, top_k) of this rank.
-        ranks, rank: how many there are, and which this is.
-
-    Returns:
-        bytes between this rank and its peers for its own tokens (see :class:`RanksPoint`), and its routes to every rank.
-    """
-    import torch
-
-    home = torch.zeros(problem.experts, dtype=torch.int64)
-    for owner, experts in enumerate(problem.resolved_placement(ranks).local):
-        home[list(experts)] = owner
-    targets = home[ids.cpu().clamp(min=0).to(torch.int64)].masked_fill(ids.cpu() < 0, -1)
-    sent = tuple(int((targets == other).sum()) for other in range(ranks))
-    crossing = sum(int((targets == other).any(dim=1).sum()) for other in range(ranks) if other != rank)
-    info = describe(problem.format)
-    row = problem.hidden * info.element_bits // 8
-    scales = info.scale_bytes * (problem.hidden // info.block_k) if info.block_k else 0
-    return crossing * (row + scales) + (sum(sent) - sent[rank]) * problem.hidden * 2, sent
 
 
 def _rank(rank: int, local: Shape, format: str, tokens: int, routing: str, backend_name: str | None, launches: int, repeats: int) -> _Part:
@@ -153,6 +125,8 @@ def _rank(rank: int, local: Shape, format: str, tokens: int, routing: str, backe
     spec = choose(backend_name).spec
     on_gpu = spec is not None and bool(spec.archs) and torch.cuda.is_available()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)  # events are recorded on the current device
     problem = _problem(local, format, tokens, ranks)
     backend = get_backend(backend_name, device=device)
     plan = backend.plan(problem, ranks=ranks)
@@ -167,8 +141,7 @@ def _rank(rank: int, local: Shape, format: str, tokens: int, routing: str, backe
         call()
         error = _checked(problem, local, format, ranks, weights, x, ids, topk, out)
         timing = _timed(call, device, launches, repeats)
-    wire, sent = traffic(problem, ids, ranks, rank)
-    return _Part(timing, wire, sent, error, backend.spec.name)
+    return _Part(timing, traffic(problem, ids, ranks, rank, plan.wire), error, backend.spec.name)
 
 
 def _problem(local: Shape, format: str, tokens: int, ranks: int) -> MoEProblem:

@@ -205,7 +205,11 @@ def _rehearse(name: str, problem: MoEProblem, ranks: int, seed: int) -> str:
     done = rehearse(name, problem, ranks=ranks, tokens=tokens, seed=seed, pattern="masked")
     if not done.ok:
         raise _Wrong(done.text)
-    return f"{sum(tokens)} tokens on {done.device}, relative L2 error {done.rel_l2:.2e}"
+    told = f"{sum(tokens)} tokens on {done.device}, relative L2 error {done.rel_l2:.2e}"
+    if ranks == 1:
+        return told
+    moved = f"{done.wire_bytes / 1024:.1f} KiB on the wire of the rank with most, imbalance {done.imbalance:.2f}"
+    return f"{told}, {1000 * done.seconds:.1f} ms on the slowest of {ranks} ranks, {moved}"
 
 
 def _problem(format: str, ranks: int) -> MoEProblem:

@@ -104,9 +104,10 @@ def look(address: Int64, launch: Int32):
 
 @cute.jit
 def tell_abort(table: Int64, rank: Int32, ranks: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr):
-    """Let the launches of all peers end, by `threads` threads."""
-    peer = thread
-    while peer < ranks:
-        if peer != rank:
-            st_relaxed(base_of(table, peer) + wire.TOLD, Int64(rank + 1))
-        peer = peer + threads
+    """Let the launches of all peers end, by `threads` threads. Whoever told this rank has told them too, and is the one to be named."""
+    if ld_relaxed(base_of(table, rank) + wire.TOLD) == 0:
+        peer = thread
+        while peer < ranks:
+            if peer != rank:
+                st_relaxed(base_of(table, peer) + wire.TOLD, Int64(rank + 1))
+            peer = peer + threads

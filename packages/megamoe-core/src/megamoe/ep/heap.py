@@ -13,7 +13,7 @@ import torch
 
 from megamoe.ep import nvshmem
 from megamoe.ep.layout import Layout
-from megamoe.ep.nvshmem import together
+from megamoe.ep.together import attempt, given_back, together
 from megamoe.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -94,21 +94,17 @@ def open_heap(layout: Layout, group: Group, device: torch.device, library: nvshm
         return heap
     runtime, pes = nvshmem.join(group, device, library)
     address = runtime.library.allocate(layout.nbytes)
-    try:
+    # A rank that got no memory has none to free, and freeing waits for every rank: what the others got stays until NVSHMEM ends.
+    with given_back(lambda alone: nvshmem.leave(runtime, alone=alone)):
         short = "" if address else f"no {layout.nbytes} bytes of symmetric memory (NVSHMEM_SYMMETRIC_SIZE, free device memory)"
         together(group, device, short, {})
-        bases = tuple(runtime.library.peer(address, pe) for pe in pes)
-        far = [group.members[rank] for rank, base in enumerate(bases) if not base]
-        together(group, device, f"no loads and stores to world ranks {far}, which are in another NVLink domain" if far else "", {})
-    except BaseException:
-        if address:
-            runtime.library.free(address)
-        nvshmem.leave(runtime)
-        raise
+    bases = tuple(runtime.library.peer(address, pe) for pe in pes)
+    far = [group.members[rank] for rank, base in enumerate(bases) if not base]
     heap = Heap(layout, bases, group.rank, device, runtime)
-    _zero(address, layout.nbytes, device)
-    # Nobody may write into a peer's region before that peer has zeroed it.
-    together(group, device, "", {})
+    with given_back(lambda alone: heap.close(alone=alone)):
+        together(group, device, f"no loads and stores to world ranks {far}, which are in another NVLink domain" if far else "", {})
+        # All together: nobody may write into a peer's region before that peer has zeroed it.
+        attempt(group, device, lambda: _zero(address, layout.nbytes, device))
     return heap
 
 

@@ -113,8 +113,8 @@ class Lifecycle:
         """
         self._open()
         self._stopped = self._stopped or self._fabric.failed_wait()
-        if self._stopped is not None:
-            # A peer that has not noticed yet waits for this rank in vain.
+        if self._stopped is not None and not self._stopped.told:
+            # A peer that has not noticed yet waits for this rank in vain. Who told this rank has told all, and is the one to be named.
             self._fabric.tell_abort()
         latest = self._fabric.quiesce()
         epochs = self._meet("reset", str(latest))

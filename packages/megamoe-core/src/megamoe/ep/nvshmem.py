@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megamoe.ep.together import together
 from megamoe.errors import BackendUnavailable, InvalidInput
 
 if TYPE_CHECKING:
@@ -217,26 +217,3 @@ def _initialize(library: Library, group: Group, device: torch.device) -> tuple[i
         problem = f"NVSHMEM could not be initialized: {type(error).__name__}: {error}"
     together(group, device, problem, {})
     return tuple(range(group.size))
-
-
-def together(group: Group, device: torch.device, problem: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Everyone's facts, by rank, unless some rank has a problem: then all raise. Collective.
-
-    Args:
-        group: the ranks.
-        device: the device this rank computes on.
-        problem: what speaks against going on; empty when nothing does.
-        facts: what this rank has to say.
-
-    Raises:
-        BackendUnavailable: what every rank's problem is, with its world rank; the same text on all ranks.
-    """
-    words = group.gather_bytes(json.dumps({"problem": problem, "facts": facts}).encode(), device)
-    everyone = [json.loads(word) for word in words]
-    problems = [f"world rank {group.members[rank]}: {one['problem']}" for rank, one in enumerate(everyone) if one["problem"]]
-    if problems:
-        raise BackendUnavailable(
-            f"The ranks cannot share memory: {'; '.join(problems)}.",
-            hint="megamoe doctor on the ranks named; backend='reference' needs none",
-        )
-    return [dict(one["facts"]) for one in everyone]

@@ -30,6 +30,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_ON_ONE_MACHINE = {
+    "GLOO_SOCKET_IFNAME": "{loopback}",
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "{loopback}",
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY": "AF_INET",
+    "NVSHMEM_REMOTE_TRANSPORT": "none",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+"""Ranks of one machine meet on its loopback interface, whatever networks there are, and reach each other by loads and stores alone. Set
+where the user has not set another value."""
+
 _GRACE_S = 5.0
 """How long the other ranks may go on after one has failed: long enough to report errors that follow from it."""
 
@@ -189,7 +199,8 @@ def _run(job: _Job) -> Any:
     os.environ.update(job.env)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        for name, value in _ON_ONE_MACHINE.items():
+            os.environ.setdefault(name, value.format(loopback=loopback))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.ranks))
     limit = timedelta(seconds=job.timeout)
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]

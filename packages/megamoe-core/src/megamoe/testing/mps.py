@@ -19,14 +19,21 @@ from megamoe import env, nvml
 from megamoe.errors import BackendUnavailable
 
 CONTROL = "nvidia-cuda-mps-control"
+SHARED = {"NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "1", "NVSHMEM_DISABLE_NCCL": "1"}
+"""What NVSHMEM needs on a shared GPU: without thread percentages that add up to 100 it takes its processes for ones that run in turn."""
 _SECONDS = 30
+
+
+def available() -> bool:
+    """Whether the service runs already or can be started."""
+    return (env.mps_pipe() / "control").exists() or shutil.which(CONTROL) is not None
 
 
 @contextmanager
 def serving(ranks: int) -> Iterator[dict[str, str]]:
     """Environment variables for the ranks' processes; what is started here ends with the block.
 
-    Nothing is started, and the environment is empty, where every rank has a GPU of its own, where there is none, and where the service runs
+    Nothing is started where every rank has a GPU of its own, where there is none (both need no variables), and where the service runs
     already. No thread percentage is set: ranks that share a GPU choose how many multiprocessors they take.
 
     Args:
@@ -36,8 +43,11 @@ def serving(ranks: int) -> Iterator[dict[str, str]]:
         BackendUnavailable: the service is needed and cannot be started.
     """
     gpus = nvml.gpus().devices
-    if not gpus or len(gpus) >= ranks or (env.mps_pipe() / "control").exists():
+    if not gpus or len(gpus) >= ranks:
         yield {}
+        return
+    if (env.mps_pipe() / "control").exists():
+        yield dict(SHARED)
         return
     with tempfile.TemporaryDirectory(prefix="megamoe-mps-") as folder:
         places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
@@ -45,7 +55,7 @@ def serving(ranks: int) -> Iterator[dict[str, str]]:
             Path(place).mkdir()
         _control(places, "-d", needed_for=f"{ranks} ranks on {len(gpus)} GPU{'s' * (len(gpus) > 1)}")
         try:
-            yield places
+            yield {**SHARED, **places}
         finally:
             _control(places, command="quit", needed_for="ending it")
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megamoe import nvml
 from megamoe.errors import MegaMoEError
 from megamoe.testing.oracle import Judgement
+from megamoe.testing.traffic import imbalance, traffic
 from megamoe.testing.trial import Trial, make_trial
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Rehearsal:
         tokens: of each rank.
         seconds: the median run of the slowest rank, after one run to warm up.
         judgements: the oracle's, by rank.
+        wire_bytes: least that crosses between a rank and its peers in a run, on the rank with most; see :mod:`megamoe.testing.traffic`.
+        imbalance: rows that the fullest rank receives, over the mean.
     """
 
     backend: str
@@ -46,6 +49,8 @@ class Rehearsal:
     tokens: tuple[int, ...]
     seconds: float
     judgements: tuple[Judgement, ...]
+    wire_bytes: int = 0
+    imbalance: float = 1.0
 
     @property
     def ok(self) -> bool:
@@ -109,7 +114,7 @@ def rehearse(
         collectives = "cpu:gloo,cuda:nccl" if len(nvml.gpus().devices) >= ranks else "gloo"
         arguments = (problem, ranks, each, seed, pattern, backend, repeats, most)
         try:
-            with _shared_gpu(backend, ranks) as env:
+            with shared_gpu(backend, ranks) as env:
                 parts = launch(_rank, ranks, *arguments, timeout=timeout, backend=collectives, env=env)
         except RanksFailed as error:
             raise MegaMoEError(f"{len(error.errors)} of {ranks} ranks failed:\n{error}") from error
@@ -165,7 +170,16 @@ def _run(
             step()
         judgement = trial.judge(rank, out, most=most)
     step()
-    return Rehearsal(backend.spec.name, _device_name(device), (inputs.x.shape[0],), statistics.median(seconds), (judgement,))
+    moved = [traffic(trial.problem, one.topk_ids, trial.ranks, number, plan.wire) for number, one in enumerate(trial.inputs)]
+    return Rehearsal(
+        backend=backend.spec.name,
+        device=_device_name(device),
+        tokens=(inputs.x.shape[0],),
+        seconds=statistics.median(seconds),
+        judgements=(judgement,),
+        wire_bytes=max(one.wire_bytes for one in moved),
+        imbalance=imbalance(moved),
+    )
 
 
 def _device(name: str | None, rank: int) -> torch.device:
@@ -179,8 +193,8 @@ def _device(name: str | None, rank: int) -> torch.device:
     return torch.device("cuda", rank % len(gpus)) if spec is not None and spec.archs and gpus else torch.device("cpu")
 
 
-def _shared_gpu(name: str | None, ranks: int) -> AbstractContextManager[Mapping[str, str]]:
-    """What ranks on GPUs need to run at the same time; nothing for ranks on the CPU."""
+def shared_gpu(name: str | None, ranks: int) -> AbstractContextManager[Mapping[str, str]]:
+    """Environment variables with which ranks of a backend run at the same time: MPS where they share GPUs, nothing on the CPU."""
     from megamoe.testing.mps import serving
 
     try:

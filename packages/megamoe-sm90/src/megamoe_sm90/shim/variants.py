@@ -13,12 +13,15 @@ from megamoe.compile import KernelRequest
 from megamoe.device import regions
 from megamoe.errors import InvalidInput
 from megamoe.problem import MoEProblem
-from megamoe_sm90._drop.config import ROWS, TILES_M, NativeConfig
+from megamoe_sm90._drop.config import ROWS, THREADS, TILES_M, NativeConfig
 from megamoe_sm90._drop.swap_config import TOKEN_TILES, SwapConfig
 
 ARCH = "sm_90a"
 PACKAGES = ("megamoe.device", "megamoe_sm90._drop")
 """What the machine code is made of."""
+
+NATIVE_THREADS: int = THREADS
+"""Of a CTA in native order."""
 
 SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200, for plans made without a GPU."""

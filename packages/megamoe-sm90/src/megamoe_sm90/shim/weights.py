@@ -68,7 +68,8 @@ class Sm90Weights:
 
     def _quantized(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One expert at a time: the float32 temporaries of all of them would be several times the layer."""
-        parts = [load(self.plan.problem.format).quantize_weight(expert) for expert in values.unsqueeze(1)]
+        quantize = load(self.plan.problem.format).quantize_weight
+        parts = [quantize(expert) for expert in values.unsqueeze(1)] or [quantize(values)]  # a rank may hold no expert
         data, scale = zip(*((part[0], part[1]) for part in parts), strict=True)
         return torch.cat(data), torch.cat([s for s in scale if s is not None])
 
