@@ -463,6 +463,24 @@ def test_judge_is_stricter_with_bf16(judged):
     assert not oracle.judge(off, result, format="bf16")
 
 
+def e4m3(values, mantissa=3):
+    """Rounded to so many bits behind the point, with the power of two per 32 values that puts the largest at 448 or below."""
+    blocks = values.reshape(len(values), -1, 32)
+    scale = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(axis=2, keepdims=True) / 448))
+    exponent = np.maximum(np.floor(np.log2(np.abs(blocks / scale))), -6)
+    step = 2.0 ** (exponent - mantissa)
+    return (np.round(blocks / scale / step) * step * scale).reshape(values.shape)
+
+
+def test_crossing_as_mxfp8_is_allowed_for_and_no_more(judged):
+    result, out = judged
+    off = e4m3(result.value)
+    assert oracle.judge(off, result, format="mxfp8", wire="mxfp8")
+    assert not oracle.judge(off, result, format="mxfp8")
+    assert not oracle.judge(e4m3(result.value, mantissa=2), result, format="mxfp8", wire="mxfp8")
+    assert oracle.judge(out, result, format="mxfp8", wire="mxfp8")
+
+
 def test_judge_wants_nan_where_the_oracle_has_it(judged):
     result, out = judged
     value = result.value.copy()

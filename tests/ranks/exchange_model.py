@@ -4,7 +4,8 @@ Each rank runs launches 1, 2, 3 ... of the layer. In a launch it
 
     front    writes its activations ``x`` and one route list per peer, then publishes one count word per peer;
     serve    for every peer: waits for that peer's count, reads its list and its ``x``, writes the result into the peer's inbox and raises
-             a flag;
+             a flag; where the peer sent several routes of a token, each member of this group is computed by itself, stages its row and
+             arrives, and the last one to arrive reads all rows and returns their sum;
     collect  for every peer that owes it a result: waits for the flag, reads the inbox;
 
 and starts the next launch when all three are through. There is no barrier and nothing is ever zeroed: every word carries the number of
@@ -18,6 +19,7 @@ only after everything its rank wrote before. Values are the launch numbers they 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +40,14 @@ class Rules:
     """A wait looks for this launch's number. Otherwise for any number at all, as a flag that somebody has to zero would."""
     acquire_counts: bool = True
     """Lists and ``x`` are read after the count word was seen. Otherwise they may be read early."""
+    release_arrivals: bool = True
+    """A member of a group arrives after the row that it staged."""
+    last_member_sums: bool = True
+    """The last member of a group sums it. Otherwise the first one to arrive."""
+    exact_groups: bool = True
+    """A group is as large as the source says: its routes to this rank, repeated experts too. Otherwise it counts a slot without an expert."""
+    counters_restart: bool = True
+    """The last member of a group takes the counter of arrivals back to zero."""
     launch_waits_for_previous: bool = True
     """A launch writes and publishes after the previous one ended. Otherwise its front may run while the previous one still works."""
     collect_before_end: bool = True
@@ -49,7 +59,7 @@ class Fault(Exception):
 
 
 class Write(NamedTuple):
-    """A write on its way to memory. Only writes of one rank are ordered, and only by ``release``."""
+    """A write on its way to memory. Only writes of one rank, or of one member of a group, are ordered, and only by ``release``."""
 
     rank: int
     number: int
@@ -70,17 +80,18 @@ class State(NamedTuple):
     collect: tuple  # per rank, per peer: step
 
 
-PUBLISHED, LISTED, FETCHED, RETURNED, FLAGGED = 1, 2, 3, 4, 5
+PUBLISHED, LISTED, FETCHED, SUMMED, RETURNED, FLAGGED = 1, 2, 3, 4, 5, 6
 COLLECTED = 1
+STAGED, ARRIVED = 1, 2  # of a member of a group; the step of a group in work is the tuple of its members'
 
 
 class Exchange:
     """The protocol for one traffic pattern.
 
-    ``traffic[n][r][p]`` is whether rank ``r`` has routes to rank ``p`` in launch ``n + 1``.
+    ``traffic[n][r][p]`` is how many routes of its token rank ``r`` sends to rank ``p`` in launch ``n + 1``.
     """
 
-    def __init__(self, traffic: list[list[list[bool]]], rules: Rules) -> None:
+    def __init__(self, traffic: list[list[list[int]]], rules: Rules) -> None:
         self.traffic, self.rules = traffic, rules
         self.launches, self.ranks = len(traffic), len(traffic[0])
 
@@ -93,7 +104,10 @@ class Exchange:
         return [p for p in range(self.ranks) if p != rank]
 
     def sends(self, launch: int, source: int, target: int) -> bool:
-        return self.traffic[launch - 1][source][target]
+        return bool(self.traffic[launch - 1][source][target])
+
+    def members(self, launch: int, source: int, target: int) -> int:
+        return int(self.traffic[launch - 1][source][target])
 
     def announces(self, launch: int, source: int, target: int) -> bool:
         return self.rules.unconditional_counts or self.sends(launch, source, target)
@@ -152,7 +166,7 @@ class Exchange:
         if step == FLAGGED:
             return []
 
-        def at(after: int, base: State = state) -> State:
+        def at(after: object, base: State = state) -> State:
             return base._replace(serve=_set(base.serve, rank, _set(base.serve[rank], source, after)))
 
         if step == 0:
@@ -167,10 +181,39 @@ class Exchange:
         if step == LISTED:
             self._expect(state, ("x", source), launch, f"rank {rank} reads x of rank {source}")
             return [(f"rank {rank} reads x of rank {source}", at(FETCHED))]
-        if step == FETCHED:
+        if step == FETCHED and self.members(launch, source, rank) > 1:
+            return [(f"rank {rank} begins a group of {source}", at((0,) * self.members(launch, source, rank)))]
+        if isinstance(step, tuple):
+            return self._member_moves(state, rank, source, launch, at)
+        if step in (FETCHED, SUMMED):
             return [(f"rank {rank} returns to {source}", self._write(at(RETURNED), rank, ("inbox", source, rank), launch, release=False))]
         release = self.rules.release_flags
         return [(f"rank {rank} flags {source}", self._write(at(FLAGGED), rank, ("flag", source, rank), launch, release=release))]
+
+    def _member_moves(self, state: State, rank: int, source: int, launch: int, at: Callable[..., State]) -> list[tuple[str, State]]:
+        steps, found = state.serve[rank][source], []
+        places = [("stage", rank, source, m) for m in range(len(steps))]
+        counter = ("arrived", rank, source)
+        for m, step in enumerate(steps):
+            if step == 0:
+                # Members run beside each other: what one has written is not ordered with the others' writes.
+                agent = self.ranks + (rank * self.ranks + source) * 32 + m
+                written = self._write(at(_set(steps, m, STAGED)), rank, places[m], launch, release=False, agent=agent)
+                found.append((f"rank {rank} stages member {m} of {source}", written))
+            on_its_way = any(write.place == places[m] for write in state.flying)
+            if step == STAGED and not (self.rules.release_arrivals and on_its_way):
+                memory = dict(state.memory)
+                arrived = memory.get(counter, 0) + 1
+                after: object = _set(steps, m, ARRIVED)
+                size = len(steps) + (0 if self.rules.exact_groups else 1)
+                last = arrived == (size if self.rules.last_member_sums else 1)
+                if last:
+                    for place in places:
+                        self._expect(state, place, launch, f"rank {rank} sums {place}")
+                    after = SUMMED
+                memory[counter] = 0 if last and self.rules.counters_restart else arrived
+                found.append((f"rank {rank} arrives with member {m} of {source}", at(after)._replace(memory=tuple(sorted(memory.items())))))
+        return found
 
     def _collect_moves(self, state: State, rank: int, peer: int) -> list[tuple[str, State]]:
         launch = state.launch[rank]
@@ -204,9 +247,9 @@ class Exchange:
         ]
 
     # ------------------------------------------------------------------ memory
-    def _write(self, state: State, rank: int, place: tuple, value: int, release: bool) -> State:
+    def _write(self, state: State, rank: int, place: tuple, value: int, release: bool, agent: int | None = None) -> State:
         number = state.written[rank] + 1
-        write = Write(rank, number, place, value, release)
+        write = Write(rank if agent is None else agent, number, place, value, release)
         return state._replace(flying=(*state.flying, write), written=_set(state.written, rank, number))
 
     def _tagged(self, state: State, place: tuple, launch: int) -> bool:

@@ -320,6 +320,11 @@ def shuffle_sync_up(value, delta, mask_and_clamp=0):
     return values[lane - delta] if lane >= delta else value
 
 
+def shuffle_sync_bfly(value, mask):
+    lane, values = _warp("shuffle across", value)
+    return values[lane ^ mask]
+
+
 def warp_redux_sync(value, kind):
     assert kind == "add"
     return Int32(sum(_warp("redux", value)[1]))
@@ -400,6 +405,7 @@ def _stand_ins():
         vote_ballot_sync=vote_ballot_sync,
         shuffle_sync=shuffle_sync,
         shuffle_sync_up=shuffle_sync_up,
+        shuffle_sync_bfly=shuffle_sync_bfly,
         warp_redux_sync=warp_redux_sync,
         sync_warp=sync_warp,
         sync_threads=sync_threads,
@@ -416,6 +422,7 @@ def _stand_ins():
     cute = types.ModuleType("cutlass.cute")
     cute.jit, cute.arch, cute.Pointer, cute.Tensor = (lambda f: f), arch, Pointer, object
     cute.make_layout, cute.make_tensor = (lambda shape: shape), (lambda pointer, _: View(pointer))
+    cute.math = types.SimpleNamespace()
     cutlass = types.ModuleType("cutlass")
     cutlass.cute, cutlass.Constexpr, cutlass.Int32, cutlass.Int64, cutlass.Float32 = cute, object, Int32, Int64, float
     cutlass.min, cutlass.max, cutlass.range_constexpr, cutlass.const_expr = min, max, range, (lambda value: value)

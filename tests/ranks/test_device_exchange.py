@@ -20,22 +20,21 @@ from megamoe_sm90._drop.ranks_config import RanksConfig
 
 from .lanes import LIVE, Barrier, Int32, Int64, Lane, Machine, Pointer, Stuck, device_modules, shuffle_sync, sync_warp
 
-DEVICE = device_modules("memory", "deadline", "launch", "routing", "combine", "stream", "peers", "exchange", "pull", "collect")
+DEVICE = device_modules(
+    *("memory", "deadline", "launch", "routing", "quantize", "combine", "stream", "peers", "exchange", "pull", "collect", "grouped")
+)
 MATH_WARPS, CTAS = 2, 2
 MATH_THREADS = 32 * MATH_WARPS
 THREADS = MATH_THREADS + 64  # and one warp each for tasks and for rows
 TOKENS, TOP_K, HIDDEN, ELEMENT = 9, 3, 384, 1
 
 
-def kernel_class():
-    """RanksMoE itself, over a one-rank kernel that is reduced to what the CPU can do."""
+def kernel_classes():
+    """RanksMoE and GroupedMoE themselves, over a one-rank kernel that is reduced to what the CPU can do."""
     native = types.ModuleType("megamoe_sm90._drop.native")
     native.BAR_MATH, native.MATH_THREADS, native.NativeMoE = 1, MATH_THREADS, object
     config = types.ModuleType("megamoe_sm90._drop.config")
-    config.MATH_WARPS, config.THREADS = MATH_WARPS, THREADS
-    path = Path(megamoe_sm90.__file__).parent / "_drop" / "ranks.py"
-    spec = importlib.util.spec_from_file_location("megamoe_sm90._drop.ranks_on_cpu", path)
-    module = importlib.util.module_from_spec(spec)
+    config.MATH_WARPS, config.THREADS, config.SLOTS = MATH_WARPS, THREADS, 3
     cutlass = DEVICE["peers"].cutlass
     package = types.ModuleType("megamoe.device")
     package.__dict__.update(DEVICE, regions=regions, wire=wire)
@@ -46,12 +45,16 @@ def kernel_class():
         native.__name__: native,
         config.__name__: config,
     }
-    with mock.patch.dict(sys.modules, stand_ins):
-        spec.loader.exec_module(module)
-    return module.RanksMoE
+    for name in ("ranks", "ranks_grouped"):
+        path = Path(megamoe_sm90.__file__).parent / "_drop" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"megamoe_sm90._drop.{name}", path)
+        module = stand_ins[spec.name] = importlib.util.module_from_spec(spec)
+        with mock.patch.dict(sys.modules, stand_ins):
+            spec.loader.exec_module(module)
+    return stand_ins["megamoe_sm90._drop.ranks"].RanksMoE, stand_ins["megamoe_sm90._drop.ranks_grouped"].GroupedMoE
 
 
-RanksMoE = kernel_class()
+RanksMoE, GroupedMoE = kernel_classes()
 
 
 class Cta:
@@ -70,8 +73,8 @@ class Cta:
         self.moved = Barrier()
 
 
-class Simulated(RanksMoE):
-    """One lane's view of the kernel, with a layer that gives every byte of a row back times 3 plus the expert's number."""
+class Simulation:
+    """Mixin: one lane's view of the kernel, with a layer that gives every byte of a row back times 3 plus the expert's number."""
 
     def __init__(self, rank, lane):
         self.rank, self.lane, self.c = rank, lane, rank.config
@@ -130,7 +133,7 @@ class Simulated(RanksMoE):
         scales = [struct.unpack("<i", m.load(rank.mid_scale + 4 * (k * c.pool_rows + row), 4))[0] for k in range(c.kb2)]
         columns = range(tile * 256, min(tile * 256 + 256, c.hidden))
         values = [fc2(data[i], scales[i // 128], rank.number * c.experts + expert) for i in columns]
-        m.store(self.result_row(0, route) + columns[0] * 2, struct.pack(f"<{len(values)}H", *values))
+        m.store(self.result_row(self.w.stage, route) + columns[0] * 2, struct.pack(f"<{len(values)}H", *values))
 
     def body(self):
         """What native.py does around the methods of RanksMoE."""
@@ -147,7 +150,9 @@ class Simulated(RanksMoE):
             xq=rank.table,
             xs=rank.place,
             ids=rank.ids,
-            topk_w=rank.ids,
+            topk_w=rank.weights,
+            stage=rank.stage,
+            out=rank.out,
             x=rank.x,
             x_scale=rank.x_scale,
             tokens=Int32(rank.tokens),
@@ -181,12 +186,18 @@ class Simulated(RanksMoE):
                 launch.leave(control, w.grid)
 
 
+class Simulated(Simulation, RanksMoE):
+    pass
+
+
 def fc2(byte, scale, expert):
     return (byte * 3 + scale * 5 + expert * 977) & 0xFFFF
 
 
 class Rank:
     """A rank: its memory, and its launches one after another as on a stream."""
+
+    kernel = Simulated
 
     def __init__(self, world, number):
         c, m = world.config, world.machine
@@ -205,6 +216,8 @@ class Rank:
         self.x = Int64(m.allocate(c.max_tokens * c.row_bytes))
         self.x_scale = Int64(m.allocate(c.max_tokens * c.kb1 * 4))
         self.ids = Int64(m.allocate(c.max_tokens * TOP_K * 4))
+        self.stage = Int64(local + c.local.offsets["stage"][0])
+        self.out, self.weights = Int64(m.allocate(c.max_tokens * c.hidden * 2)), Int64(m.allocate(c.max_tokens * TOP_K * 4))
         self.calls, self.received, self.wait, self.left, self.faults = [], {}, 1 << 30, 0, []
 
     def __str__(self):
@@ -239,7 +252,7 @@ class Rank:
                 shared = object()
                 for lane in range(32):
                     one = Lane(self.machine, None, self, shared, warp * 32 + lane, cta, lane)
-                    one.body = lambda lane: Simulated(self, lane).body()
+                    one.body = lambda lane: self.kernel(self, lane).body()
                     lanes.append(one)
         self.left = len(lanes)
         self.machine.start(lanes)
@@ -271,9 +284,9 @@ class Rank:
 
 
 class World:
-    """Ranks with a placement on one machine; ``more`` goes to the configuration."""
+    """Ranks with a placement on one machine; ``more`` goes to the configuration, ``rank`` is their class."""
 
-    def __init__(self, seed, placement, experts, **more):
+    def __init__(self, seed, placement, experts, *, rank=Rank, **more):
         self.machine, self.rng = Machine(seed, 1 << 23), random.Random(seed)
         self.physical = PhysicalExperts.of(placement, experts)
         self.config = RanksConfig(
@@ -294,7 +307,7 @@ class World:
                 **more,
             }
         )
-        self.ranks = [Rank(self, number) for number in range(placement.ranks)]
+        self.ranks = [rank(self, number) for number in range(placement.ranks)]
         self.table = Int64(self.machine.allocate(8 * placement.ranks))
         struct.pack_into(f"<{placement.ranks}q", self.machine.memory, self.table, *[rank.heap for rank in self.ranks])
         flat = [value for row in self.physical.rows for value in row]

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,11 +19,29 @@ def spans(layout):
     return sorted((at, at + size) for at, size in layout.offsets.values() if size)
 
 
-@given(st.integers(1, 72), st.integers(1, 300), st.integers(1, 8), st.integers(1, 9), st.booleans(), st.booleans())
-def test_regions_of_a_heap_are_apart_and_hold_what_kernels_write(ranks, tokens, top_k, experts, block, early):
+@given(
+    st.integers(1, 72),
+    st.integers(1, 300),
+    st.integers(1, 8),
+    st.integers(1, 9),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_regions_of_a_heap_are_apart_and_hold_what_kernels_write(ranks, tokens, top_k, experts, block, early, grouped, mxfp8):
     hidden = 256
     layout = wire.symmetric_layout(
-        ranks=ranks, tokens=tokens, top_k=top_k, experts=experts, hidden=hidden, element=1, block_scales=block, early=early
+        ranks=ranks,
+        tokens=tokens,
+        top_k=top_k,
+        experts=experts,
+        hidden=hidden,
+        element=1,
+        block_scales=block,
+        early=early,
+        grouped=grouped,
+        mxfp8=mxfp8,
     )
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans(layout)))
     assert spans(layout)[-1][1] <= layout.nbytes
@@ -30,16 +49,22 @@ def test_regions_of_a_heap_are_apart_and_hold_what_kernels_write(ranks, tokens, 
     size = {name: nbytes for name, (_, nbytes) in layout.offsets.items()}
     # The last words that a launch of either parity writes: source ranks - 1, and where its list starts behind its last expert.
     assert size["counts"] == 8 * ((1 * ranks + ranks - 1) * (experts + 1) + experts + 1)
-    assert size["flags"] == 8 * tokens * top_k
-    assert size["inbox"] == tokens * top_k * hidden * 2
+    results = tokens * (min(ranks, top_k) if grouped else top_k)
+    assert size["flags"] == 8 * results
+    assert size["inbox"] == results * hidden * (1 if mxfp8 else 2)
+    assert size["inbox_scale"] == (results * hidden // 32 if mxfp8 else 0)
+    assert size["groups"] == (4 * tokens * top_k if grouped else 0)
     assert size["x"] == tokens * hidden
     assert size["xs"] == (tokens * hidden // 128 * 4 if block else 0)
-    assert size["weights"] == (4 * tokens * top_k if early else 0)
+    assert size["weights"] == (4 * tokens * top_k if early or grouped else 0)
 
 
-def test_eight_ranks_of_a_large_layer_stay_below_700_mib():
-    layout = wire.symmetric_layout(ranks=8, tokens=8192, top_k=6, experts=32, hidden=4096, element=1, block_scales=True, early=False)
-    assert 384 * MIB < layout.nbytes < 700 * MIB
+@pytest.mark.parametrize(("grouped", "mxfp8", "least"), [(False, False, 384), (True, False, 384), (True, True, 192)])
+def test_eight_ranks_of_a_large_layer_stay_below_700_mib(grouped, mxfp8, least):
+    layout = wire.symmetric_layout(
+        ranks=8, tokens=8192, top_k=6, experts=32, hidden=4096, element=1, block_scales=True, early=False, grouped=grouped, mxfp8=mxfp8
+    )
+    assert least * MIB < layout.nbytes < 700 * MIB
 
 
 @given(st.integers(1, 5000), st.integers(1, 600), st.integers(1, 64), st.integers(1, 100))
@@ -53,7 +78,10 @@ def test_counters_of_a_control_region_are_apart(blocks, experts, ranks, tokens):
     carriers = wire.carriers_offset(bank, experts)
     assert lists + 4 * experts <= carriers
     assert carriers % 8 == 0
-    assert carriers + 8 * ranks * tokens == wire.control_bytes(blocks, experts, ranks, tokens)
+    assert carriers + 8 * ranks * tokens == wire.control_bytes(blocks, experts, ranks, tokens, grouped=False)
+    groups = wire.groups_offset(bank, experts, ranks, tokens)
+    assert groups == carriers + 8 * ranks * tokens
+    assert groups + 4 * ranks * tokens == wire.control_bytes(blocks, experts, ranks, tokens, grouped=True)
 
 
 def test_words_of_a_control_region_do_not_meet_the_ones_of_a_single_rank():

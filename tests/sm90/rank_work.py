@@ -37,7 +37,6 @@ MODES = [mode for mode in _VALUES.get("combine", ("routes",)) if mode != AUTO]
 """How routes of a token come together: ``routes`` has the bits of one rank."""
 NARROW = ["mxfp8"] if "mxfp8" in _VALUES.get("wire", ()) else []
 """Grouped results that return in fewer bits than the layer's own rounding has."""
-NARROW_L2 = 0.046
 
 
 def problem_of(format="fp8_block128", **more):
@@ -73,7 +72,7 @@ def compile_one(arguments):
 
 def compile_all():
     """Most kernels, side by side, before any rank waits for another one's compiler. Needs no GPU."""
-    wanted = [(problem_of(format), ranks, mode, False) for mode in MODES for ranks in (1, 2, 4) for format in FORMATS]
+    wanted = [(problem_of(format), ranks, mode, False) for mode in (*MODES, *NARROW) for ranks in (1, 2, 4) for format in FORMATS]
     wanted += [(problem_of(), ranks, mode, delays) for mode in MODES for ranks, delays in ((8, False), (2, True), (4, True))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(env.TEST_RANKS.name, "1")
@@ -138,9 +137,9 @@ class Opened:
 
     def judged(self, inputs, out):
         """What the oracle and one rank's bits say against a result; all ranks ask."""
-        verdict = oracle.judge(out, oracle.compute(self.problem, self.trial.weights, *inputs), format=self.problem.format)
-        right = verdict.rel_l2 < NARROW_L2 if self.mode in NARROW else verdict.ok
-        return "; ".join(filter(None, ("" if right else verdict.text, self.other_bits(inputs, out))))
+        wire = self.mode if self.mode in NARROW else "bf16"
+        verdict = oracle.judge(out, oracle.compute(self.problem, self.trial.weights, *inputs), format=self.problem.format, wire=wire)
+        return "; ".join(filter(None, ("" if verdict.ok else verdict.text, self.other_bits(inputs, out))))
 
     def extra_exchanges(self):
         """Exchanges beyond one for each launch since the session was opened."""

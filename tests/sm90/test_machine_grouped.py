@@ -6,12 +6,10 @@ The rows that a launch has staged are read from its memory. From them, in float6
 
 import random
 
+import cutlass
+import cutlass.cute as cute
 import pytest
 import torch
-
-cutlass = pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
-
-import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from megamoe import MoEProblem, Placement

@@ -58,7 +58,7 @@ def test_one_launch(ranks, mode):
 
 
 @pytest.mark.parametrize("ranks", [on(2), on(4)])
-@MODES
+@pytest.mark.parametrize("mode", [*work.MODES, *work.NARROW])
 def test_every_routing_in_the_first_format(ranks, mode):
     for wrong, extra in run(work.routings, ranks, work.FORMATS[:1], mode, ()):
         assert wrong_of(wrong) == {}

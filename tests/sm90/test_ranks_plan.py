@@ -7,6 +7,7 @@ import pytest
 from megamoe import InvalidInput, MoEProblem, Placement, UnsupportedProblem
 from megamoe.compile import cubin
 from megamoe.compile.obtain import obtain
+from megamoe.ep.confighash import configuration
 from megamoe_sm90 import ranks_plan
 from megamoe_sm90.backend import Sm90Backend
 
@@ -47,16 +48,53 @@ def test_limits_are_named(proved, more, ranks, words):
     assert words in " ".join(reason.text for reason in verdict.reasons)
 
 
-def test_a_plan_lists_its_symmetric_memory(proved):
-    problem = MoEProblem(256, 6, 4096, 2048, 8192, "fp8_block128")
-    plan = BACKEND.plan(problem, ranks=8)
+LARGE = MoEProblem(256, 6, 4096, 2048, 8192, "fp8_block128")
+RESULTS = {  # knobs, bytes of a result, what holds
+    "by default": ({}, 2, "at a fixed number of ranks"),
+    "MXFP8": ({"wire": "mxfp8"}, 1, "returns it as mxfp8"),
+    "routes": ({"combine": "routes"}, 2, "the same for every number of ranks"),
+}
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_a_plan_lists_its_symmetric_memory(proved, case):
+    knobs, element, words = RESULTS[case]
+    plan = BACKEND.plan(LARGE, ranks=8, knobs=knobs)
     symmetric = {region.name: region.nbytes for region in plan.regions if region.kind == "symmetric"}
-    assert symmetric["inbox"] == 8192 * 6 * 4096 * 2
+    assert symmetric["inbox"] == 8192 * 6 * 4096 * element
     assert symmetric["x"] == 8192 * 4096
     assert sum(symmetric.values()) < 700 * MIB
-    assert plan.wire["combine"] == "routes"
-    assert any("every number of ranks" in text for text in plan.properties)
+    local = {region.name: region.nbytes for region in plan.regions if region.kind == "local"}
+    assert local.get("stage", 0) == (0 if case == "routes" else 8 * 8192 * 6 * 4096 * 2)
+    assert plan.wire == {"combine": "grouped", "wire": "bf16", **knobs}
+    assert any(words in text for text in plan.properties)
     assert BACKEND.kernel(plan, 5) == "ranks-128"
+
+
+def test_ranks_that_differ_in_what_returns_have_different_plans_on_the_wire(proved):
+    texts = [
+        configuration(BACKEND.plan(LARGE, ranks=8, knobs=knobs), drop="", x_scale=None, mid_scale=None) for knobs, *_ in RESULTS.values()
+    ]
+    assert len({str(text) for text in texts}) == 3
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"combine": "routes", "wire": "mxfp8"}, "combine='routes' takes wire='bf16'"),
+        ({"combine": "sums"}, "allowed: grouped, routes"),
+        ({"wire": "fp8"}, "allowed: bf16, mxfp8"),
+    ],
+)
+def test_what_cannot_return_is_refused(proved, knobs, words):
+    with pytest.raises(InvalidInput, match=words):
+        BACKEND.plan(problem_of(), ranks=2, knobs=knobs)
+
+
+def test_one_rank_sends_nothing_that_a_wire_format_could_round():
+    with pytest.raises(InvalidInput, match="on one rank"):
+        BACKEND.plan(problem_of(), knobs={"wire": "mxfp8"})
+    assert BACKEND.plan(problem_of(), knobs={"combine": "routes"}).ranks == 1
 
 
 def test_local_memory_of_a_large_layer_is_bounded(proved):
@@ -111,6 +149,10 @@ KERNELS = {
     "block scales": ({}, 2, {"native_tile": 128}),
     "small tile": ({}, 4, {"native_tile": 64}),
     "redundant experts, early weights": ({"experts": 8, "placement": REDUNDANT, "routing_weight": "early", "format": "bf16"}, 3, {}),
+    "routes": ({}, 2, {"combine": "routes"}),
+    "mxfp8, block scales": ({}, 2, {"native_tile": 128, "wire": "mxfp8"}),
+    "mxfp8, ranks fewer than slots": ({"format": "fp8_tensor_e5m2", "routing_weight": "early"}, 2, {"wire": "mxfp8", "native_tile": 64}),
+    "mxfp8, bf16": ({"format": "bf16"}, 8, {"wire": "mxfp8", "native_tile": 128}),
     "the most ranks": ({"experts": 288, "top_k": 8}, 72, {}),
     "eight ranks": ({"format": "fp8_tensor", "experts": 256, "top_k": 8}, 8, {}),
     "a ring": ({"max_tokens": 8192}, 8, {"ring": 2}),

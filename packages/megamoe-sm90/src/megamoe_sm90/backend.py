@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megamoe.bench.roof import H200
 from megamoe.compile import KernelRequest, sources
+from megamoe.device.wire import WIRES
 from megamoe.ep.confighash import agree, configuration, reject
 from megamoe.ep.group import Group
 from megamoe.errors import InvalidInput, UnsupportedProblem
@@ -90,6 +91,10 @@ class Sm90Backend:
         if values["ring"] != AUTO:
             raise InvalidInput(
                 f"knob ring={values['ring']!r} on one rank; allowed: {AUTO!r}.", hint="rows travel, and need a ring, on several ranks alone"
+            )
+        if values["wire"] != WIRES[0]:
+            raise InvalidInput(
+                f"knob wire={values['wire']!r} on one rank; allowed: {WIRES[0]!r}.", hint="nothing crosses a wire on one rank: drop it"
             )
         rungs = ladder(problem, values)
         variants = variants_of(problem, rungs, Operands())

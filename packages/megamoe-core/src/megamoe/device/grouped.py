@@ -79,7 +79,9 @@ def send_rows(
         place = place_of(slots, rank, ranks, top_k)
         rest = complete
         ahead = first_bit(rest)
-        weight = weight_of(table, weights, cute.arch.shuffle_sync(source, ahead), cute.arch.shuffle_sync(token, ahead), top_k, weighted, lane)
+        weight = weight_of(
+            table, weights, cute.arch.shuffle_sync(source, ahead), cute.arch.shuffle_sync(token, ahead), top_k, weighted, lane
+        )
         while rest != 0:
             at = first_bit(rest)
             rest = rest & (rest - 1)
@@ -114,7 +116,13 @@ def send_rows(
 
 @cute.jit
 def weight_of(
-    table: Int64, weights: cutlass.Constexpr, source: Int32, token: Int32, top_k: cutlass.Constexpr, weighted: cutlass.Constexpr, lane: Int32
+    table: Int64,
+    weights: cutlass.Constexpr,
+    source: Int32,
+    token: Int32,
+    top_k: cutlass.Constexpr,
+    weighted: cutlass.Constexpr,
+    lane: Int32,
 ):
     """Lane k: the routing weight of slot k of a token; 1 where weights have been applied before."""
     value = Float32(1.0)

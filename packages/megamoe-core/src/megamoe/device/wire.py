@@ -101,9 +101,7 @@ def control_bytes(blocks: int, experts: int, ranks: int, tokens: int, *, grouped
     return groups_offset(bank_bytes(blocks), experts, ranks, tokens) + (4 * ranks * tokens if grouped else 0)
 
 
-def local_layout(
-    listed: int, rows: int, hidden: int, intermediate: int, element: int, block_scales: bool, staged: int
-) -> Layout:
+def local_layout(listed: int, rows: int, hidden: int, intermediate: int, element: int, block_scales: bool, staged: int) -> Layout:
     """A rank's own workspace, of any content: `listed` rows that may come in a launch, `rows` of which the pool holds at a time; `staged`
     rows of FC2 wait for the other ones of their group, 0 where each returns alone."""
     sizes = {

@@ -4,7 +4,6 @@ The scheduler hears of a complete block when its last FC2 task comes back. It th
 which have many registers and nothing in them between two tiles, take the rows of the block to their groups. See megamoe.device.grouped.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 

@@ -48,7 +48,7 @@ SPACE = Space(
         _auto("native_tile", "native_rows", "native_claims"),
         Rule(
             lambda values: values["wire"] == "bf16" or values["combine"] == "grouped",
-            "combine='routes' takes wire='bf16': its rows are those that one rank rounds to bf16, so that every number of ranks gives the same bits",
+            "combine='routes' takes wire='bf16': rows return as one rank rounds them, so that every number of ranks gives the same bits",
         ),
     ),
 )
