@@ -111,8 +111,8 @@ class Layer:
 
 
 def compare(layer, got, reduced):
-    """How many outputs are wrong, of how many, and of which experts (unless their terms are summed); which share is within a rounding; where
-    each expert's rows begin when they are padded to 64.
+    """How many outputs are wrong, of how many and which experts (unless their terms are summed); which share is within a rounding;
+    where each expert's rows begin when they are padded to 64.
 
     `got` is (tokens, hidden), (tokens, 1, hidden) or (tokens, top_k, hidden). Wrong is what differs by more than one bfloat16 step of the
     summed terms' magnitudes and a hundredth of the row's own size: a code of the quantized middle may fall on the other side of a tie.
