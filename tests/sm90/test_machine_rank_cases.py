@@ -12,6 +12,7 @@ import torch
 from tests.machine.launch import compiler
 from tests.machine.layers import OneRank, Ranks, same_bytes
 from tests.machine.sessions import Sessions
+from tests.sm90.rank_work import MODES
 
 from megamoe import MoEProblem
 from megamoe.testing import cases
@@ -45,21 +46,28 @@ def go_through(problem, ranks, only, **more):
     return wrong
 
 
+def combined(mode):
+    """How results return, where there is a choice."""
+    return {"combine": mode} if len(MODES) > 1 else {}
+
+
 def wrong_of(found):
     return {case: what for case, what in found.items() if what}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_routings(ranks):
-    found = go_through(problem_of(), ranks, ("masked", "one expert", "all to rank 1"), delays=True)
+@pytest.mark.parametrize("mode", MODES)
+def test_routings(ranks, mode):
+    found = go_through(problem_of(), ranks, ("masked", "one expert", "all to rank 1"), delays=True, **combined(mode))
     assert wrong_of(found) == {}
     assert len(found) == 36
 
 
 @pytest.mark.parametrize("name", cases.placements(8, 4))
-def test_placements(name):
+@pytest.mark.parametrize("mode", MODES)
+def test_placements(name, mode):
     problem = cases.placed(problem_of(top_k=6), cases.placements(8, 4)[name])
-    found = go_through(problem, 4, ("masked",))
+    found = go_through(problem, 4, ("masked",), **combined(mode))
     assert wrong_of(found) == {}
     assert len(found) == 12
 
