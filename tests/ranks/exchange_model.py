@@ -45,7 +45,7 @@ class Rules:
     last_member_sums: bool = True
     """The last member of a group sums it. Otherwise the first one to arrive."""
     exact_groups: bool = True
-    """A group is as large as the source says: its routes to this rank, repeated experts too. Otherwise it counts a slot without an expert."""
+    """A group is as large as the source says: its routes to this rank, repeated experts too. Otherwise a slot without an expert counts."""
     counters_restart: bool = True
     """The last member of a group takes the counter of arrivals back to zero."""
     launch_waits_for_previous: bool = True

@@ -7,7 +7,8 @@ import struct
 
 import pytest
 
-from megamoe.device import regions
+from megamoe.device import regions, wire
+from megamoe.ep.lifecycle import EPOCHS_APART
 from megamoe.problem import Placement
 
 from .lanes import Stuck, machine
@@ -99,6 +100,28 @@ def test_every_sum_has_its_members_in_order_in_launch_after_launch(case, way):
     for rank in world.ranks:
         assert rank.faults == []
         assert rank.word(regions.EPOCH) == 4
+
+
+def test_a_rank_that_never_comes_is_named_and_a_reset_leaves_no_half_group():
+    world = world_of(4, Placement.even(6, 3), 6)
+    for rank in (0, 2):
+        world.ranks[rank].wait = 8000
+        world.call(rank, ids_of(world.rng, 6, 6, "random"))
+    world.run()
+    blamed = {(record[1], record[6]) for rank in (0, 2) for record in world.ranks[rank].faults}
+    assert (wire.SITE_COUNTS, 1) in blamed
+    world.call(1, ids_of(world.rng, 6, 6, "random"))
+    world.run()
+    assert all(rank.faults for rank in world.ranks)
+
+    latest = max(rank.word(regions.EPOCH) for rank in world.ranks)
+    for rank in world.ranks:
+        rank.restart(latest + EPOCHS_APART)
+    for pattern in ("random", "one expert", "holes"):
+        for rank in range(3):
+            world.call(rank, ids_of(world.rng, world.rng.randrange(TOKENS + 1), 6, pattern))
+    world.run()
+    assert [rank.faults for rank in world.ranks] == [[]] * 3
 
 
 def without(module, name, place, instead):

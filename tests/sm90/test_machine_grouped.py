@@ -11,15 +11,15 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass import Int32, Int64
-
-from megamoe import MoEProblem, Placement
-from megamoe.device import grouped
-from megamoe.ep.physical import PhysicalExperts
-from megamoe.formats import load
-from megamoe.testing import routing
 from tests.machine import layers
 from tests.machine.launch import MachineFault, compiler
 from tests.machine.layers import Ranks, inputs_of, same_bytes
+
+from megamoe import MoEProblem, Placement
+from megamoe.device import grouped, wire
+from megamoe.ep.physical import PhysicalExperts
+from megamoe.formats import load
+from megamoe.testing import routing
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
 
@@ -119,6 +119,16 @@ def test_a_row_that_is_not_finite_stays_its_own_tokens():
     outs = layer.run(inputs)
     broken = [{token for token in range(20) if not out[token].isfinite().all()} for out in outs]
     assert broken == [{7}, {3}]
+
+
+def test_peers_of_a_rank_that_is_killed_between_its_tiles_end_in_time():
+    problem = problem_of()
+    layer = Ranks(problem, 2, grid=2, combine="grouped", deadline=0.05)
+    inputs = [inputs_of(problem, 40, "balanced", seed=rank) for rank in range(2)]
+    layer.run(inputs, change=lambda rank, launch: launch.killed(60_000) if rank == 1 else launch)
+    found = layer.status(0)
+    assert found["abort"] == 1
+    assert (found["site"], found["index"]) in {(wire.SITE_RESULTS, 1), (wire.SITE_COUNTS, 1)}
 
 
 @cute.jit
