@@ -12,6 +12,7 @@ import torch
 
 from megamoe import nvml
 from megamoe.bench import compare, plot, results, workloads
+from megamoe.bench.contestants import Case, open_contestant
 from megamoe.bench.results import Point
 from megamoe.bench.roof import H200, Roof
 from megamoe.bench.timing import Timing
@@ -51,6 +52,7 @@ def test_shapes_are_those_of_published_figures(name, sizes):
     shape = workloads.SHAPES[name]
     assert (shape.experts, shape.top_k, shape.hidden, shape.intermediate) == sizes
     assert shape.activation.limit == (7.0 if name == "gpt-oss" else 10.0)
+    assert shape.biases == (name == "gpt-oss")
 
 
 @pytest.mark.parametrize("routing", workloads.ROUTINGS)
@@ -94,6 +96,13 @@ def test_operands_keep_the_variance(format):
     assert 0.05 < value.std() < 2
 
 
+def test_a_peer_without_biases_is_not_timed_on_a_shape_that_has_them():
+    shape = replace(SMALL, biases=True)
+    case = Case(shape, shape.problem(64, "fp8_tensor"), make_weights(shape, "fp8_tensor", generator()), "sm90")
+    with pytest.raises(InvalidInput, match="adds no expert biases"):
+        open_contestant("flashinfer", case)
+
+
 def test_floor_is_the_larger_of_bytes_and_products():
     roof = Roof(read_tb_s=4.0, fp8_tflops=1000.0, bf16_tflops=500.0)
     shape = Shape("s", 32, 8, 7168, 2048)
@@ -122,12 +131,14 @@ def by_loop(rows, scale, weight, weight_scale, ends):
     return out
 
 
+@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(("format", "allowed"), [("bf16", 0.006), ("fp8_tensor", 0.09), ("fp8_block128", 0.09)])
-def test_unfused_pipeline_computes_the_layer(format, allowed):
+def test_unfused_pipeline_computes_the_layer(format, allowed, biases):
     """E4M3 rounds by 2.6% (RMS). The pipeline and the oracle quantize activations with different scales and the pipeline re-quantizes
     weights row by row: up to six independent roundings, 2.6% * sqrt(6) = 6.4%, and values below the static scales' normal range."""
     problem = SMALL.problem(50, format)
-    weights = make_weights(SMALL, format, generator())
+    weights = make_weights(replace(SMALL, biases=biases), format, generator())
+    assert (weights.b13 is not None) == (weights.b2 is not None) == biases
     inputs = make_inputs(SMALL, format, 50, "random", weights.x_scale, generator(1))
     inputs.ids[3, 1] = -1
     inputs.ids[7] = -1

@@ -103,7 +103,7 @@ class TestChoice:
         text = " ".join(capsys.readouterr().out.split())
         for part in (
             *("knob stages 4", "budget shared_memory_bytes 231,424", "at least, for weights 79.2 us", "property bitwise repeatable"),
-            *("3,145,728", "4,194,304", "Against reference"),
+            *("Against reference", "total symmetric 3,145,728 3.0 MiB", "total local 1,048,576 1.0 MiB", "total 4,194,304 4.0 MiB"),
         ):
             assert part in text
 

@@ -18,7 +18,7 @@ from megamoe.ep.physical import PhysicalExperts
 from megamoe.problem import Placement
 from megamoe_sm90._drop.ranks_config import RanksConfig
 
-from .lanes import LIVE, Barrier, Int32, Int64, Lane, Machine, Pointer, Stuck, device_modules
+from .lanes import LIVE, Barrier, Int32, Int64, Lane, Machine, Pointer, Stuck, device_modules, shuffle_sync, sync_warp
 
 DEVICE = device_modules("memory", "deadline", "launch", "routing", "combine", "stream", "peers", "exchange", "pull", "collect")
 MATH_WARPS, CTAS = 2, 2
@@ -88,28 +88,49 @@ class Simulated(RanksMoE):
                     self.rank.received[route] = self.rank.machine.load(at, c.hidden * 2)
 
     def tasks(self, ready, control):
-        """The scheduler warp, and in place of the math: waits for the rows of a block, writes its FC2 tiles."""
-        c, w, m = self.c, self.w, self.rank.machine
-        blocks = w.cta.arrays["base"][c.experts]
-        for unit in range(w.bidx, blocks * c.n2, w.grid):
-            block, tile = divmod(unit, c.n2)
-            e = int(DEVICE["routing"].search_expert(Int32(block), w.base, c.experts))
+        """The scheduler warp, and in place of the math: FC1 copies rows and scales into mid, FC2 writes its tile of the rows of a block."""
+        c, w, m, wait = self.c, self.w, self.rank.machine, DEVICE["deadline"].wait_ge
+        stream, memory = DEVICE["stream"], DEVICE["memory"]
+        blocks, task = Int32(w.cta.arrays["base"][c.experts]), w.bidx
+        while True:
+            kind, block, tile = stream.decode(task, blocks, c.group, c.n1, c.n2)
+            if kind == stream.END or DEVICE["deadline"].aborted(control):
+                return
+            e = int(DEVICE["routing"].search_expert(block, w.base, c.experts))
             valid = min(w.cta.arrays["counts"][e] - (block - w.cta.arrays["base"][e]) * c.tile_m, c.tile_m)
-            DEVICE["deadline"].wait_ge(ready + block * 4, Int32(valid), control, regions.SITE_ROWS, Int32(block), w.wait_ms)
+            place = self.place_of(block)
+            if kind == stream.FC1:
+                wait(ready + block * 4, Int32(valid), control, regions.SITE_ROWS, block, w.wait_ms)
+            else:
+                wait(w.bank + regions.FC1_DONE + block * 4, Int32(c.n1), control, regions.SITE_MID, block, w.wait_ms)
             if w.lane == 0 and not DEVICE["deadline"].aborted(control):
-                for _ in range(m.rng.choice((0, 3, 100))):
-                    m.pause()  # a tile takes its time
-                for row in range(block * c.tile_m, block * c.tile_m + valid):
-                    route = DEVICE["memory"].ld_i32(w.row_route + row * 4)
-                    data = m.load(self.rank.pool + row * c.row_bytes, c.row_bytes)
-                    places = [self.rank.pool_scale + 4 * (k * c.pool_rows + row) for k in range(c.kb1)]
-                    scales = [struct.unpack("<i", m.load(place, 4))[0] for place in places]
-                    columns = range(tile * 256, min(tile * 256 + 256, c.hidden))
-                    values = [fc2(data[i], scales[i // 128], self.rank.number * c.experts + e) for i in columns]
-                    at = self.result_row(0, route) + columns[0] * 2
-                    m.store(at, struct.pack(f"<{len(values)}H", *values))
-            words = [1, e, tile, Int32(block * c.tile_m), Int32(valid), block]
-            self.returned(words, 0, True, w.lane)
+                for row in range(valid):
+                    for _ in range(m.rng.choice((0, 0, 0, 3, 30))):
+                        m.pause()  # a tile takes its time
+                    if kind == stream.FC1:
+                        self.fc1_row(place + row, tile)
+                    else:
+                        self.fc2_row(place + row, tile, memory.ld_i32(w.row_route + (block * c.tile_m + row) * 4), e)
+            sync_warp()
+            if w.lane == 0 and kind == stream.FC1:
+                memory.red_release(w.bank + regions.FC1_DONE + block * 4, Int32(1))
+            self.returned([kind, e, tile, place, Int32(valid), block], 0, True, w.lane)
+            if w.lane == 0:
+                task = w.grid + memory.add_relaxed(w.bank + regions.CLAIMS, Int32(1))
+            task = shuffle_sync(task, 0)
+
+    def fc1_row(self, row, tile):
+        c, m, rank = self.c, self.rank.machine, self.rank
+        m.store(rank.mid + row * c.intermediate + tile * 128, m.load(rank.pool + row * c.row_bytes + tile * 128, 128))
+        m.store(rank.mid_scale + 4 * (tile * c.pool_rows + row), m.load(rank.pool_scale + 4 * (tile * c.pool_rows + row), 4))
+
+    def fc2_row(self, row, tile, route, expert):
+        c, m, rank = self.c, self.rank.machine, self.rank
+        data = m.load(rank.mid + row * c.intermediate, c.intermediate)
+        scales = [struct.unpack("<i", m.load(rank.mid_scale + 4 * (k * c.pool_rows + row), 4))[0] for k in range(c.kb2)]
+        columns = range(tile * 256, min(tile * 256 + 256, c.hidden))
+        values = [fc2(data[i], scales[i // 128], rank.number * c.experts + expert) for i in columns]
+        m.store(self.result_row(0, route) + columns[0] * 2, struct.pack(f"<{len(values)}H", *values))
 
     def body(self):
         """What native.py does around the methods of RanksMoE."""
@@ -177,11 +198,13 @@ class Rank:
         self.control = Int64(m.allocate(c.control_bytes, zero=True))
         struct.pack_into("<i", m.memory, self.control + wire.RANK, number)
         local = m.allocate(c.local.nbytes)
-        self.pool, self.pool_scale = local + c.local.offsets["pool"][0], local + c.local.offsets["pool_scale"][0]
+        self.pool, self.pool_scale, self.mid, self.mid_scale = (
+            local + c.local.offsets[name][0] for name in ("pool", "pool_scale", "mid", "mid_scale")
+        )
         self.row_route = Int64(local + c.local.offsets["row_route"][0])
-        self.x = Int64(m.allocate(TOKENS * c.row_bytes))
-        self.x_scale = Int64(m.allocate(TOKENS * c.kb1 * 4))
-        self.ids = Int64(m.allocate(TOKENS * TOP_K * 4))
+        self.x = Int64(m.allocate(c.max_tokens * c.row_bytes))
+        self.x_scale = Int64(m.allocate(c.max_tokens * c.kb1 * 4))
+        self.ids = Int64(m.allocate(c.max_tokens * TOP_K * 4))
         self.calls, self.received, self.wait, self.left, self.faults = [], {}, 1 << 30, 0, []
 
     def __str__(self):
@@ -248,24 +271,28 @@ class Rank:
 
 
 class World:
-    """Ranks with a placement on one machine."""
+    """Ranks with a placement on one machine; ``more`` goes to the configuration."""
 
-    def __init__(self, seed, placement, experts):
-        self.machine, self.rng = Machine(seed), random.Random(seed)
+    def __init__(self, seed, placement, experts, **more):
+        self.machine, self.rng = Machine(seed, 1 << 23), random.Random(seed)
         self.physical = PhysicalExperts.of(placement, experts)
         self.config = RanksConfig(
-            fmt="fp8_block128",
-            experts=self.physical.width,
-            top_k=TOP_K,
-            hidden=HIDDEN,
-            intermediate=128,
-            act_bf16=False,
-            tile_m=64,
-            rows="pool",
-            ranks=placement.ranks,
-            max_tokens=TOKENS,
-            total=experts,
-            copies=self.physical.copies,
+            **{
+                "fmt": "fp8_block128",
+                "experts": self.physical.width,
+                "top_k": TOP_K,
+                "hidden": HIDDEN,
+                "intermediate": HIDDEN,
+                "act_bf16": False,
+                "tile_m": 64,
+                "rows": "pool",
+                "ranks": placement.ranks,
+                "max_tokens": TOKENS,
+                "total": experts,
+                "copies": self.physical.copies,
+                "sms": 1,
+                **more,
+            }
         )
         self.ranks = [Rank(self, number) for number in range(placement.ranks)]
         self.table = Int64(self.machine.allocate(8 * placement.ranks))

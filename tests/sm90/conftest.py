@@ -21,16 +21,21 @@ def _nvdisasm() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def opcodes(tmp_path_factory):
-    """A function: CUDA ELF image -> Counter of its instructions, by opcode with all modifiers."""
+def disassemble(tmp_path_factory):
+    """A function: CUDA ELF image -> its instructions as text."""
     tool = _nvdisasm()
     if tool is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
 
-    def count(image: bytes) -> collections.Counter[str]:
+    def text_of(image: bytes) -> str:
         path = tmp_path_factory.mktemp("sass") / "kernel.cubin"
         path.write_bytes(image)
-        text = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True, timeout=300).stdout
-        return collections.Counter(INSTRUCTION.findall(text))
+        return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True, timeout=300).stdout
 
-    return count
+    return text_of
+
+
+@pytest.fixture(scope="session")
+def opcodes(disassemble):
+    """A function: CUDA ELF image -> Counter of its instructions, by opcode with all modifiers."""
+    return lambda image: collections.Counter(INSTRUCTION.findall(disassemble(image)))

@@ -1,10 +1,13 @@
 """Several ranks without a GPU: what is refused and why, what would run, its memory, and that it compiles without spilling."""
 
+import re
+
 import pytest
 
 from megamoe import InvalidInput, MoEProblem, Placement, UnsupportedProblem
 from megamoe.compile import cubin
 from megamoe.compile.obtain import obtain
+from megamoe_sm90 import ranks_plan
 from megamoe_sm90.backend import Sm90Backend
 from megamoe_sm90.ranks_session import share
 from megamoe_sm90.shim import ranks as several
@@ -57,13 +60,43 @@ def test_a_plan_lists_its_symmetric_memory(proved):
     assert BACKEND.kernel(plan, 5) == "ranks-128"
 
 
+def test_local_memory_of_a_large_layer_is_bounded(proved):
+    problem = MoEProblem(256, 6, 4096, 2048, 8192, "fp8_block128")
+
+    def held(**knobs):
+        plan = BACKEND.plan(problem, ranks=8, knobs=knobs)
+        sizes = {region.name: region.nbytes for region in plan.regions if region.kind == "local"}
+        assert sizes["row_route"] + sizes["control"] < 8 * MIB, "counters and lists, a few bytes a row"
+        return sum(sizes[name] for name in ("pool", "pool_scale", "mid", "mid_scale"))
+
+    row = (4096 + 2048) * (1 + 4 / 128)
+    group = 17 * 128  # rows: two FC1 tasks of 128 columns for each of 132 multiprocessors
+    assert held() == (256 * MIB // (group * row)) * group * row
+    assert held(ring=4) == 4 * group * row < 64 * MIB
+    assert held(ring=0) == (8 * 8192 * 6 + 32 * 128) * row > 2300 * MIB, "every route of every rank"
+
+
+def test_a_layer_whose_rows_fit_anyway_has_no_ring(proved):
+    for knobs in ({}, {"ring": 128}, {"ring": 0}):
+        regions = {region.name: region for region in BACKEND.plan(problem_of(), ranks=2, knobs=knobs).regions}
+        assert regions["pool"].nbytes == (2 * 64 * 4 // 64 + 8) * 64 * 512
+        assert "every row that may come" in regions["pool"].purpose
+
+
+def test_the_ring_is_for_several_ranks_and_of_the_sizes_that_are_named(proved):
+    with pytest.raises(InvalidInput, match="ring=4 on one rank"):
+        BACKEND.plan(problem_of(), knobs={"ring": 4})
+    with pytest.raises(InvalidInput, match="allowed: auto, 0, 2, 4, 8"):
+        BACKEND.plan(problem_of(), ranks=2, knobs={"ring": 1})
+
+
 def test_tiles_follow_the_rows_that_experts_get(proved):
     few, many = problem_of(max_tokens=16), problem_of(max_tokens=512)
     assert [BACKEND.kernel(BACKEND.plan(p, ranks=2), 1) for p in (few, many)] == ["ranks-64", "ranks-128"]
     assert BACKEND.kernel(BACKEND.plan(few, ranks=2, knobs={"native_tile": 128}), 1) == "ranks-128"
 
 
-@pytest.mark.parametrize("knobs", [{"order": "swap"}, {"native_rows": "gather"}, {"swap_tile": 8}])
+@pytest.mark.parametrize("knobs", [{"order": "swap"}, {"native_rows": "gather"}, {"native_claims": "late"}, {"swap_tile": 8}])
 def test_knobs_of_one_rank_are_refused(proved, knobs):
     with pytest.raises(InvalidInput, match="on several ranks"):
         BACKEND.plan(problem_of(), ranks=2, knobs=knobs)
@@ -88,17 +121,25 @@ KERNELS = {
     "small tile": ({}, 4, {"native_tile": 64}),
     "redundant experts, early weights": ({"experts": 8, "placement": REDUNDANT, "routing_weight": "early", "format": "bf16"}, 3, {}),
     "eight ranks": ({"format": "fp8_tensor", "experts": 256, "top_k": 8}, 8, {}),
+    "a ring": ({"max_tokens": 8192}, 8, {"ring": 2}),
+    "a ring, two bytes": ({"format": "bf16", "max_tokens": 8192}, 4, {"ring": 4}),
 }
 
 
 @pytest.mark.parametrize("case", KERNELS)
-def test_kernels_compile_and_nothing_spills(proved, case, tmp_path, monkeypatch):
+def test_kernels_compile_and_nothing_spills(proved, case, disassemble, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
     more, ranks, knobs = KERNELS[case]
     plan = BACKEND.plan(problem_of(**more), ranks=ranks, knobs=knobs)
     requests = BACKEND.kernels(plan)
+    config = ranks_plan.variant(plan.problem, ranks, plan.detail).config
+    assert (config.span > 0) == ("ring" in knobs)
     assert len(requests) == (1 if plan.problem.format == "bf16" else 2)
     for image in cubin.images(obtain(requests[0]).object):
+        # The producers' code lies between the two places where registers are handed out anew.
+        _, producers, _ = re.split(r"USETMAXREG\.(?:DEALLOC|TRY_ALLOC)", text := disassemble(image))
+        assert max(map(int, re.findall(r"\bR(\d+)\b", producers))) < config.registers[1]
+        assert not re.search(r"\b(LDL|STL)\b", text)
         for used in cubin.resources(image):
             assert used.stack_bytes == 0
             assert used.registers <= 168

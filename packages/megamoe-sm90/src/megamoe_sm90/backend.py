@@ -18,8 +18,8 @@ from megamoe.protocol import BackendSpec, PackedWeights, Plan, Reason, Region, V
 from megamoe.tune import Space
 from megamoe_sm90 import SPEC, __version__, ranks_plan
 from megamoe_sm90.session import Sm90Session
-from megamoe_sm90.shim.knobs import SPACE, ladder, variants_of
-from megamoe_sm90.shim.variants import PACKAGES, SMS, Operands, sizes
+from megamoe_sm90.shim.knobs import AUTO, SPACE, ladder, variants_of
+from megamoe_sm90.shim.variants import NATIVE_CLAIMS, PACKAGES, SMS, Operands, sizes
 from megamoe_sm90.shim.weights import Sm90Weights
 
 if TYPE_CHECKING:
@@ -87,6 +87,10 @@ class Sm90Backend:
             raise UnsupportedProblem(verdict.reasons, subject="The sm90 backend does not support this problem")
         if ranks > 1:
             return self._plan_ranks(problem, ranks, values)
+        if values["ring"] != AUTO:
+            raise InvalidInput(
+                f"knob ring={values['ring']!r} on one rank; allowed: {AUTO!r}.", hint="rows travel, and need a ring, on several ranks alone"
+            )
         rungs = ladder(problem, values)
         variants = variants_of(problem, rungs, Operands())
         memory = [Region(name, nbytes, "local", _PURPOSES[name]) for name, nbytes in sizes(variants).items()]
@@ -106,8 +110,8 @@ class Sm90Backend:
         )
 
     def _plan_ranks(self, problem: MoEProblem, ranks: int, values: Mapping[str, object]) -> Plan:
-        tile = ranks_plan.tile_of(values)
-        variant = ranks_plan.variant(problem, ranks, tile)
+        choice = ranks_plan.choice_of(values)
+        variant = ranks_plan.variant(problem, ranks, choice)
         weights, math = _bounds(problem)
         return Plan(
             backend=SPEC.name,
@@ -120,7 +124,7 @@ class Sm90Backend:
             budgets={f"shared memory of native-{variant.config.tile_m} on {ranks} ranks": variant.config.shared_bytes},
             bounds={"all weights once": weights * variant.config.experts / problem.experts, "products of max_tokens": math},
             properties=ranks_plan.PROPERTIES,
-            detail=tile,
+            detail=choice,
         )
 
     def prepare_weights(self, plan: Plan, weights: ExpertWeights) -> Sm90Weights:
@@ -158,7 +162,8 @@ class Sm90Backend:
         if plan.ranks > 1:
             return f"ranks-{ranks_plan.variant(plan.problem, plan.ranks, plan.detail).config.tile_m}"
         rung = next(rung for rung in plan.detail if tokens <= rung.tokens)
-        return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows) if part)
+        claims = rung.claims if rung.claims != NATIVE_CLAIMS[0] else ""
+        return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows, claims) if part)
 
     def kernels(self, plan: Plan, arch: str | None = None, *, biases: bool = False, sms: int | None = None) -> tuple[KernelRequest, ...]:
         """See :class:`megamoe.compile.Precompiles`; 132 multiprocessors unless told. Kernels in swap order suit any number of them."""

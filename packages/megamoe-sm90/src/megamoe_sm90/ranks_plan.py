@@ -29,7 +29,7 @@ _PURPOSES = {
     "xs": "their scales",
     "inbox": "results of routes, by token and slot",
     "row_route": "route of every pool row",
-    "pool": "received rows by expert, for all routes of all ranks",
+    "pool": "received rows by expert",
     "pool_scale": "their scales",
     "mid": "intermediate rows",
     "mid_scale": "their scales",
@@ -58,32 +58,42 @@ def reasons(problem: MoEProblem, ranks: int, most_experts: int) -> list[Reason]:
     return found
 
 
-def tile_of(knobs: Mapping[str, object]) -> int | None:
-    """Token rows of a tile that the knobs ask for; ``None`` leaves it to the problem.
+_ONLY = {"order": "native", "native_rows": "pool", "native_claims": "early"}
+"""Knobs that several ranks leave no choice for."""
+
+
+def choice_of(knobs: Mapping[str, object]) -> several.Choice:
+    """What the knobs ask for.
 
     Raises:
         InvalidInput: they ask for what there is on one rank only.
     """
     asked = {name: knobs[name] for name in ("swap_tile", "swap_tokens") if knobs[name] != AUTO}
-    asked |= {name: knobs[name] for name, only in (("order", "native"), ("native_rows", "pool")) if knobs[name] not in (AUTO, only)}
+    asked |= {name: knobs[name] for name, only in _ONLY.items() if knobs[name] not in (AUTO, only)}
     if asked:
         raise InvalidInput(
-            f"knobs {asked} on several ranks; allowed: native order with rows through a pool.", hint="leave these knobs at 'auto'"
+            f"knobs {asked} on several ranks; allowed: native order with rows through a pool and early claims.",
+            hint="leave these knobs at 'auto'",
         )
-    tile = knobs["native_tile"]
-    return tile if isinstance(tile, int) else None
+    tile, ring = (value if isinstance(value, int) else None for value in (knobs["native_tile"], knobs["ring"]))
+    return several.Choice(tile, ring)
 
 
-def variant(problem: MoEProblem, ranks: int, tile: int | None, operands: Operands | None = None) -> several.RanksVariant:
+def variant(problem: MoEProblem, ranks: int, choice: several.Choice, operands: Operands | None = None) -> several.RanksVariant:
     """The kernel of a plan."""
-    return several.RanksVariant.of(problem, ranks, tile, operands or Operands())
+    return several.RanksVariant.of(problem, ranks, choice, operands or Operands())
 
 
 def regions(problem: MoEProblem, planned: several.RanksVariant) -> tuple[Region, ...]:
     """Memory of a session on every rank, symmetric first."""
     config = planned.config
     symmetric = [Region(name, size, "symmetric", _PURPOSES[name]) for name, (_, size) in config.layout.offsets.items() if size]
-    local = [Region(name, size, "local", _PURPOSES[name]) for name, (_, size) in config.local.offsets.items() if size]
+    held = f", of {config.span} row blocks at a time" if config.span else ", of every row that may come"
+    local = [
+        Region(name, size, "local", _PURPOSES[name] + (held if name in ("pool", "mid") else ""))
+        for name, (_, size) in config.local.offsets.items()
+        if size
+    ]
     return (
         *symmetric,
         Region("weights of experts", config.experts * expert_bytes(problem), "local", "of the rank that holds most, without biases"),

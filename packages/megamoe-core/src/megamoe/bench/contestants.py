@@ -116,6 +116,8 @@ class _FlashInfer:
     def __init__(self, case: Case) -> None:
         import torch
 
+        if case.shape.biases:
+            raise InvalidInput("The peer 'flashinfer' adds no expert biases.", hint="leave it out of --against for this shape")
         self._package, self._shim = _flashinfer()
         self._case = case
         self._mode = _FLASHINFER_MODES[case.problem.format]

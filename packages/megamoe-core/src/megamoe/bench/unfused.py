@@ -27,8 +27,8 @@ class Unfused:
     """The pipeline with its packed weights.
 
     Args:
-        problem: the layer; ``bf16``, ``fp8_tensor`` or ``fp8_block128``, late routing weights, no biases.
-        weights: all experts.
+        problem: the layer; ``bf16``, ``fp8_tensor`` or ``fp8_block128``, late routing weights.
+        weights: all experts, with or without biases.
         compiled: fuse elementwise steps with ``torch.compile``.
         grouped: (rows, row scales, (E, N, K), (E, N) scales, ends) -> (rows, N) bf16; replaceable for tests.
     """
@@ -38,6 +38,7 @@ class Unfused:
         self.fp8 = describe(problem.format).element != "bf16"
         self._w13, self._s13 = _rowwise(problem.format, weights.w13, weights.w13_scale, self.fp8)
         self._w2, self._s2 = _rowwise(problem.format, weights.w2, weights.w2_scale, self.fp8)
+        self._b13, self._b2 = weights.b13, weights.b2
         self._grouped = grouped or _grouped
         fuse: Any = torch.compile(dynamic=True) if compiled else _unchanged
         self._quantize = fuse(_quantize_rows)
@@ -54,12 +55,12 @@ class Unfused:
         token = order // top_k
         rows, scale = self._quantize(x) if self.fp8 else (x, None)
         fc1 = self._grouped(rows[token], None if scale is None else scale[token], self._w13, self._s13, ends)
-        form = self.problem.activation
-        made = self._activate(fc1, form.limit, form.alpha, form.up_bias)
+        form, owner = self.problem.activation, sorted_ids.clamp(max=experts - 1)
+        made = self._activate(_with_bias(fc1, self._b13, owner), form.limit, form.alpha, form.up_bias)
         mid, mid_scale = made if self.fp8 else (made, None)
         fc2 = self._grouped(mid, mid_scale, self._w2, self._s2, ends)
         total = torch.zeros(x.shape[0], self.problem.hidden, dtype=torch.float32, device=x.device)
-        total.index_add_(0, token, self._weigh(fc2, weights.flatten()[order], sorted_ids < experts))
+        total.index_add_(0, token, self._weigh(_with_bias(fc2, self._b2, owner), weights.flatten()[order], sorted_ids < experts))
         return out.copy_(total)
 
 
@@ -94,6 +95,10 @@ def _quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exact = values.to(torch.float32)
     scale = exact.abs().amax(dim=-1).clamp(min=1e-10) / _E4M3_MAX
     return (exact / scale.unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+def _with_bias(rows: torch.Tensor, bias: torch.Tensor | None, expert: torch.Tensor) -> torch.Tensor:
+    return rows if bias is None else rows + bias[expert]
 
 
 def _activate(fc1: torch.Tensor, limit: float | None, alpha: float, up_bias: float) -> torch.Tensor:

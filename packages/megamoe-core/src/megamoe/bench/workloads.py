@@ -36,6 +36,7 @@ class Shape:
         top_k: routes per token.
         hidden, intermediate: widths; ``intermediate`` after the activation.
         activation: the gated activation.
+        biases: whether its experts have biases.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Shape:
     hidden: int
     intermediate: int
     activation: SwiGLU = _CLAMPED
+    biases: bool = False
 
     def problem(self, max_tokens: int, format: str) -> MoEProblem:
         """The problem of one rank that holds exactly these experts."""
@@ -58,7 +60,8 @@ class Shape:
 def _share(name: str, model: str, ranks: int, activation: SwiGLU | None = None) -> Shape:
     """What one of ``ranks`` ranks holds of a preset's layer."""
     whole = preset(model)
-    return Shape(name, whole.experts // ranks, whole.top_k, whole.hidden, whole.intermediate, activation or whole.activation)
+    form = activation or whole.activation
+    return Shape(name, whole.experts // ranks, whole.top_k, whole.hidden, whole.intermediate, form, whole.biases)
 
 
 SHAPES = {
@@ -150,7 +153,9 @@ def make_ids(pattern: str, problem: MoEProblem, tokens: int, generator: torch.Ge
 
 
 def make_weights(shape: Shape, format: str, generator: torch.Generator) -> ExpertWeights:
-    """Random experts in the format's own type on the generator's device, scaled so that every layer keeps the variance of its input.
+    """Random experts in the format's own type on the generator's device, with biases where the shape has them.
+
+    They are scaled so that every layer keeps the variance of its input.
 
     Data are unit normal values rounded to the element type and scales vary by a factor of 3, so that a wrong scale shows.
     """
@@ -176,8 +181,12 @@ def make_weights(shape: Shape, format: str, generator: torch.Generator) -> Exper
         grid = (experts, -(-rows // info.block_rows), -(-columns // info.block_k)) if info.block_k else (experts,)
         return data, (0.5 + torch.rand(grid, device=device, generator=generator)) * columns**-0.5
 
+    def bias(rows: int) -> torch.Tensor:
+        return (0.3 * torch.randn(experts, rows, device=device, generator=generator)).to(torch.bfloat16)
+
     w13, w13_scale = matrix(2 * inter, hidden)
     w2, w2_scale = matrix(hidden, inter)
     # Static activation scales that saturate nothing: unit normal inputs stay below 6, what lies between the two GEMMs below 32.
     x_scale, mid_scale = (6.0 / info.max_value, 32.0 / info.max_value) if static else (None, None)
-    return ExpertWeights(w13, w2, w13_scale=w13_scale, w2_scale=w2_scale, x_scale=x_scale, mid_scale=mid_scale)
+    b13, b2 = (bias(2 * inter), bias(hidden)) if shape.biases else (None, None)
+    return ExpertWeights(w13, w2, w13_scale=w13_scale, w2_scale=w2_scale, x_scale=x_scale, mid_scale=mid_scale, b13=b13, b2=b2)

@@ -157,4 +157,7 @@ def _print_plan(out: Output, plan: Plan) -> None:
     if plan.regions:
         rows = [(region.name, region.kind, f"{region.nbytes:,}", region.purpose) for region in plan.regions]
         out.text()
-        out.table(("region", "kind", "bytes a rank", "purpose"), [*rows, ("total", "", f"{sum(r.nbytes for r in plan.regions):,}", "")])
+        for kind in (*dict.fromkeys(region.kind for region in plan.regions), ""):
+            total = sum(region.nbytes for region in plan.regions if kind in (region.kind, ""))
+            rows.append(("total", kind, f"{total:,}", f"{total / (1 << 20):,.1f} MiB"))
+        out.table(("region", "kind", "bytes a rank", "purpose"), rows)

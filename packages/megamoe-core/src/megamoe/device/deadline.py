@@ -56,15 +56,38 @@ def fail(control: Int64, site: Int32, index: Int32, expected: Int32, seen: Int32
 
 @cute.jit
 def wait_ge(address: Int64, want: Int32, control: Int64, site: cutlass.Constexpr, index: Int32, deadline: Int32):
-    """Wait until the int32 at `address` is at least `want`, then order all later reads behind it (acquire, gpu scope)."""
+    """Wait until the count at `address` (int32) is at least `want`, then order all later reads behind it (acquire, gpu scope)."""
+    _wait(address, want, False, control, site, index, deadline)
+
+
+@cute.jit
+def wait_tag(address: Int64, tag: Int32, control: Int64, site: cutlass.Constexpr, index: Int32, deadline: Int32):
+    """Wait until the int32 at `address` is `tag`, a launch's own number. Numbers wrap, so there is no at least. Acquire, gpu scope."""
+    _wait(address, tag, True, control, site, index, deadline)
+
+
+def _lacks(seen, want, equal):
+    return seen != want if equal else seen < want
+
+
+@cute.jit
+def _wait(
+    address: Int64,
+    want: Int32,
+    equal: cutlass.Constexpr,
+    control: Int64,
+    site: cutlass.Constexpr,
+    index: Int32,
+    deadline: Int32,
+):
     seen = memory.ld_acquire(address)
-    if seen < want:
+    if _lacks(seen, want, equal):
         start = ticks()
         polls = Int32(0)
-        while seen < want:
+        while _lacks(seen, want, equal):
             seen = memory.ld_relaxed(address)
             polls = polls + 1
-            if seen < want and polls == POLLS:
+            if _lacks(seen, want, equal) and polls == POLLS:
                 polls = Int32(0)
                 if aborted(control) != 0:
                     seen = want

@@ -53,7 +53,7 @@ def move_rows(
         if lane < slots and own < total:
             e = routing.search_expert(own // tile, base, experts)
             if own - offsets[e] * tile < count[e]:
-                deadline.wait_ge(list_ready + Int64(e) * 4, epoch + 1, control, regions.SITE_LISTS, e, wait_ms)
+                deadline.wait_tag(list_ready + Int64(e) * 4, epoch + 1, control, regions.SITE_LISTS, e, wait_ms)
                 # An aborted launch may see a list that was never written: stay inside x.
                 token = cutlass.max(cutlass.min(memory.ld_i32(row_route + Int64(own) * 4), routes - 1), 0) // top_k
                 memory.bulk_load(buffer + lane * row_bytes, x + Int64(token) * row_bytes, Int32(row_bytes), barrier)

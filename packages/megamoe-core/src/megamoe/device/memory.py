@@ -137,6 +137,11 @@ def bulk_store(address, shared, size):
     arch.inline_ptx("cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", read_only_args=[address, shared, size])
 
 
+def fence():
+    """Orders this thread's earlier accesses, and what it has seen of other threads', before its later ones (gpu scope)."""
+    arch.inline_ptx("fence.acq_rel.gpu;")
+
+
 def proxy_fence():
     """Order what this thread has acquired before its later asynchronous-proxy (TMA, bulk copy) accesses."""
     arch.inline_ptx("fence.proxy.async;")

@@ -93,6 +93,16 @@ def wait_word(address: Int64, launch: Int32, control: Int64, signal: Int64, site
 
 
 @cute.jit
+def look(address: Int64, launch: Int32):
+    """The value of the word of this launch, -1 while it is not there. Orders later reads (acquire, system scope)."""
+    seen = ld_acquire(address)
+    value = Int32(-1)
+    if Int32(seen >> 32) == launch:
+        value = Int32(seen)
+    return value
+
+
+@cute.jit
 def tell_abort(table: Int64, rank: Int32, ranks: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr):
     """Let the launches of all peers end, by `threads` threads."""
     peer = thread

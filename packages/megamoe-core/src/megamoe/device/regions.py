@@ -32,12 +32,14 @@ SITE_QUANTIZED = 2
 SITE_MID = 3
 SITE_END = 4
 SITE_ROWS = 5
+SITE_RING = 6
 SITE_NAMES = {
     SITE_LISTS: "row list of an expert",
     SITE_QUANTIZED: "quantized activations",
     SITE_MID: "intermediate rows of a block",
     SITE_END: "end of all tiles",
     SITE_ROWS: "pool rows of a block",
+    SITE_RING: "FC2 of the block whose pool rows come next",
 }
 
 RECORD_FIELDS = ("claimed", "site", "cta", "expected", "seen", "epoch", "index", "reserved")

@@ -71,10 +71,10 @@ def control_bytes(blocks: int, experts: int, ranks: int, tokens: int) -> int:
     return carriers_offset(bank_bytes(blocks), experts) + 8 * ranks * tokens
 
 
-def local_layout(rows: int, hidden: int, intermediate: int, element: int, block_scales: bool) -> Layout:
-    """A rank's own workspace, of any content, for `rows` pool rows."""
+def local_layout(listed: int, rows: int, hidden: int, intermediate: int, element: int, block_scales: bool) -> Layout:
+    """A rank's own workspace, of any content: `listed` rows that may come in a launch, `rows` of which the pool holds at a time."""
     sizes = {
-        "row_route": rows * 4,
+        "row_route": listed * 4,
         "pool": rows * hidden * element,
         "pool_scale": rows * (hidden // 128) * 4 if block_scales else 0,
         "mid": rows * intermediate * element,

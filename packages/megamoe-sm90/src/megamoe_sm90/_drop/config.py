@@ -6,12 +6,12 @@ from megamoe.device import regions
 
 FORMATS = ("fp8_block128", "fp8_tensor", "fp8_tensor_e5m2", "bf16")
 TILES_M = (64, 128)
+CLAIMS = ("early", "late")  # a CTA's next task: claimed while two are ahead of it, or when the one before it begins
 ROWS = ("gather", "pool")  # rows of x straight into shared memory by 16-byte copies, or through a pool grouped by expert and TMA
 MAX_SLOTS = 8  # rows that the dispatch warp has in flight
 TILE_N = 256  # weight rows of a tile: 128 gate and 128 up rows in FC1, 256 output columns in FC2
 ROW_BYTES = 128  # a K block is one 128-byte swizzled line a row
 SMEM_BYTES = 232448
-SLOTS = 3  # task ring
 MATH_WARPS = 8
 THREADS = 384
 
@@ -20,7 +20,8 @@ THREADS = 384
 class NativeConfig:
     """One compiled kernel.
 
-    limit: None for no clamp. rows: how rows of x reach the tiles, see ROWS. unroll, stages: None to derive them from the shape.
+    limit: None for no clamp. rows: how rows of x reach the tiles, see ROWS. claims: see CLAIMS. unroll, stages: None to derive them from
+    the shape.
     """
 
     fmt: str
@@ -38,6 +39,7 @@ class NativeConfig:
     ids64: bool = False
     tile_m: int = 128
     rows: str = "gather"
+    claims: str = "early"
     stages: int | None = None
     unroll: int | None = None
     sms: int = 132
@@ -49,6 +51,8 @@ class NativeConfig:
             raise ValueError(f"tile_m is {self.tile_m}; it must be one of {TILES_M}")
         if self.rows not in ROWS:
             raise ValueError(f"rows is {self.rows!r}; it must be one of {ROWS}")
+        if self.claims not in CLAIMS:
+            raise ValueError(f"claims is {self.claims!r}; it must be one of {CLAIMS}")
         step = 128 if self.block_scales else 64
         for name in ("hidden", "intermediate"):
             if getattr(self, name) % step or getattr(self, name) <= 0:
@@ -122,6 +126,11 @@ class NativeConfig:
         return (232, 40) if self.block_scales and self.tile_m == 128 else (208, 80)
 
     @property
+    def task_slots(self) -> int:
+        """Tasks that a CTA holds: the one in work and those claimed ahead."""
+        return 3 if self.claims == "early" else 2
+
+    @property
     def scale_words(self) -> int:
         """fp32 words of scales a stage: one a row, then the two weight panels'."""
         return self.tile_m + 8
@@ -133,7 +142,9 @@ class NativeConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the stages: counts, offsets, task ring, row indices, barriers."""
-        return 4 * (2 * self.experts + 1) + 4 * (2 * self.slots + 2) + SLOTS * 4 * (8 + self.tile_m) + 4 * self.tile_m + 512 + 1024
+        return (
+            4 * (2 * self.experts + 1) + 4 * (2 * self.slots + 2) + self.task_slots * 4 * (8 + self.tile_m) + 4 * self.tile_m + 512 + 1024
+        )
 
     @property
     def row_bytes(self) -> int:

@@ -6,7 +6,7 @@ from cutlass import Int32, Int64
 
 from megamoe.device import deadline, memory, regions, routing, stream
 
-from .config import ROW_BYTES, SLOTS, TILE_N
+from .config import ROW_BYTES, TILE_N
 
 ROW_WARPS = 2
 WORDS = 8  # words of a task before its routes
@@ -32,13 +32,13 @@ class Loaders:
 
     @cute.jit
     def schedule(self, control, bank, ring, tfull, tempty, counts, base, bidx, grid, lane):
-        """Claims tasks in stream order and hands them to the other warps, as many ahead as the ring has slots.
+        """Claims tasks in stream order and hands them to the other warps, as many as there are slots.
 
         A slot that comes back means that all math warps have finished its task: this warp then publishes it, so that no math warp waits
         for a fence.
         """
         c = self.c
-        words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
+        words = cute.make_tensor(ring, cute.make_layout(c.task_slots * self.slot_words))
         count = cute.make_tensor(counts, cute.make_layout(c.experts))
         offsets = cute.make_tensor(base, cute.make_layout(c.experts + 1))
         blocks = offsets[c.experts]
@@ -48,10 +48,14 @@ class Loaders:
         kind = Int32(0)
         used = Int32(0)
         while kind != stream.END:
+            if cutlass.const_expr(c.claims == "late"):
+                self.take_back(bank, words, tempty, slot, phase, used >= c.task_slots, lane)
+                task = self.claim(task, bank, grid, used > 0, lane)
             kind, block, tile = stream.decode(task, blocks, c.group, c.n1, c.n2)
             if deadline.aborted(control) != 0:
                 kind = Int32(stream.END)
-            self.take_back(bank, words, tempty, slot, phase, used >= SLOTS, lane)
+            if cutlass.const_expr(c.claims == "early"):
+                self.take_back(bank, words, tempty, slot, phase, used >= c.task_slots, lane)
             at = slot * self.slot_words
             if kind != stream.END:
                 e = routing.expert_of(block, base, c.experts, lane)
@@ -59,22 +63,31 @@ class Loaders:
                 if lane == 0:
                     words[at + 1] = e
                     words[at + 2] = tile
-                    words[at + 3] = block * c.tile_m
+                    words[at + 3] = self.place_of(block)
                     words[at + 4] = valid
                     words[at + 5] = block
             if lane == 0:
                 words[at] = kind
                 cute.arch.mbarrier_arrive(tfull + slot)
+            if cutlass.const_expr(c.claims == "early"):
+                task = self.claim(task, bank, grid, True, lane)
+            used = used + 1
+            slot, phase = self._advance(slot, phase, c.task_slots)
+        # The end task stays in its slot; the others still come back.
+        for _ in cutlass.range_constexpr(c.task_slots - 1):
+            self.take_back(bank, words, tempty, slot, phase, used >= c.task_slots, lane)
+            used = used + 1
+            slot, phase = self._advance(slot, phase, c.task_slots)
+
+    @cute.jit
+    def claim(self, task, bank, grid, wanted, lane):
+        """The next task of the stream, if `wanted`; else `task`. The first of every CTA is its own number."""
+        if wanted:
+            if lane == 0:
                 task = grid + memory.add_relaxed(bank + regions.CLAIMS, Int32(1))
             cute.arch.sync_warp()
             task = cute.arch.shuffle_sync(task, 0)
-            used = used + 1
-            slot, phase = self._advance(slot, phase, SLOTS)
-        # The end task stays in its slot; the others still come back.
-        for _ in cutlass.range_constexpr(SLOTS - 1):
-            self.take_back(bank, words, tempty, slot, phase, used >= SLOTS, lane)
-            used = used + 1
-            slot, phase = self._advance(slot, phase, SLOTS)
+        return task
 
     @cute.jit
     def take_back(self, bank, words, tempty, slot, phase, used, lane):
@@ -87,6 +100,14 @@ class Loaders:
         self.returned(words, at, used, lane)
         cute.arch.sync_warp()
 
+    def place_of(self, block):
+        """First row of a block in the pool and in mid."""
+        return block * self.c.tile_m
+
+    def first_route(self, pool, block):
+        """First row of a block in the list of routes, beside its first row in the pool."""
+        return pool
+
     def returned(self, words, at, used, lane):
         """An FC2 task that has come back needs no word here: the end of all tiles is waited for."""
 
@@ -94,7 +115,7 @@ class Loaders:
     def load_weights(self, t13, g13, t2, g2, sBh, full, empty, ring, tfull, tempty, lane):
         """Weight panels by TMA, two boxes of 128 rows a stage; waits for nothing but free stages."""
         c = self.c
-        words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
+        words = cute.make_tensor(ring, cute.make_layout(c.task_slots * self.slot_words))
         one = cute.make_layout(1)
         tile = (128, c.block_k)
         s13, g13 = cute.nvgpu.cpasync.tma_partition(
@@ -117,7 +138,7 @@ class Loaders:
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(tempty + slot)
-            slot, tphase = self._advance(slot, tphase, SLOTS)
+            slot, tphase = self._advance(slot, tphase, c.task_slots)
             if kind == stream.FC1:
                 for kb in cutlass.range(c.kb1, unroll=1):
                     self.arm_weights(full, empty, stage, phase)
@@ -177,7 +198,7 @@ class Loaders:
         """
         c = self.c
         half = c.tile_m // ROW_WARPS
-        words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
+        words = cute.make_tensor(ring, cute.make_layout(c.task_slots * self.slot_words))
         index = cute.make_tensor(rows, cute.make_layout(c.tile_m))
         first = which * half
         q, chunk = lane // 8, lane % 8
@@ -204,7 +225,7 @@ class Loaders:
                 stride = Int32(0)
                 blocks = Int32(0)
                 if kind == stream.FC1:
-                    deadline.wait_ge(list_ready + Int64(e) * 4, epoch + 1, control, regions.SITE_LISTS, e, wait_ms)
+                    deadline.wait_tag(list_ready + Int64(e) * 4, epoch + 1, control, regions.SITE_LISTS, e, wait_ms)
                     if cutlass.const_expr(c.quantize):
                         deadline.wait_ge(bank + regions.QUANTIZED, grid, control, regions.SITE_QUANTIZED, Int32(0), wait_ms)
                     src = x
@@ -274,7 +295,7 @@ class Loaders:
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(tempty + slot)
-            slot, tphase = self._advance(slot, tphase, SLOTS)
+            slot, tphase = self._advance(slot, tphase, c.task_slots)
 
     @cute.jit
     def load_tiles(
@@ -304,7 +325,7 @@ class Loaders:
     ):
         """Row tiles by TMA: FC1 from the pool once its rows have arrived, FC2 from mid once FC1 of the block is complete."""
         c = self.c
-        words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
+        words = cute.make_tensor(ring, cute.make_layout(c.task_slots * self.slot_words))
         one = cute.make_layout(1)
         tile = (64, c.block_k)
         sx, gx = cute.nvgpu.cpasync.tma_partition(
@@ -336,7 +357,7 @@ class Loaders:
                 if cutlass.const_expr(c.early) or kind == stream.FC2:
                     for i in cutlass.range_constexpr(c.tile_m // 32):
                         r = lane + 32 * i
-                        route = memory.ld_i32(row_route + Int64(pool + cutlass.min(r, valid - 1)) * 4)
+                        route = memory.ld_i32(row_route + Int64(self.first_route(pool, block) + cutlass.min(r, valid - 1)) * 4)
                         words[at + WORDS + r] = route
                 cute.arch.sync_warp()
                 if kind == stream.FC1:
@@ -385,7 +406,7 @@ class Loaders:
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(tempty + slot)
-            slot, tphase = self._advance(slot, tphase, SLOTS)
+            slot, tphase = self._advance(slot, tphase, c.task_slots)
 
     @cute.jit
     def load_loop(self, tma, g, s, blocks: cutlass.Constexpr, box, valid, scale, panel, pool_rows, s_addr, full, empty, stage, phase, lane):

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from megamoe.device import combine, deadline, dispatch, launch, memory, quantize, regions, routing, stream
 
-from .config import MATH_WARPS, SLOTS, THREADS, TILE_N, NativeConfig
+from .config import MATH_WARPS, THREADS, TILE_N, NativeConfig
 from .epilogue import Epilogue
 from .loaders import ROW_WARPS, WORDS, Loaders
 from .mathloop import MathLoop
@@ -103,15 +103,15 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             s: cute.struct.Align[cute.struct.MemRange[Float32, c.scale_words * stages], 16]
             counts: cute.struct.MemRange[Int32, c.experts]
             base: cute.struct.MemRange[Int32, c.experts + 1]
-            ring: cute.struct.MemRange[Int32, SLOTS * self.slot_words]
+            ring: cute.struct.MemRange[Int32, c.task_slots * self.slot_words]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, c.tile_m], 16]
             amax: cute.struct.MemRange[Float32, 256]
             cursor: cute.struct.MemRange[Int32, 1]
             moving: cute.struct.Align[cute.struct.MemRange[Int32, max(c.move_slots * c.row_bytes // 4, 4)], 16]
             full: cute.struct.Align[cute.struct.MemRange[Int64, stages], 8]
             empty: cute.struct.MemRange[Int64, stages]
-            tfull: cute.struct.MemRange[Int64, SLOTS]
-            tempty: cute.struct.MemRange[Int64, SLOTS]
+            tfull: cute.struct.MemRange[Int64, c.task_slots]
+            tempty: cute.struct.MemRange[Int64, c.task_slots]
             moved: cute.struct.MemRange[Int64, 1]
             sent: cute.struct.MemRange[Int32, c.slots + 1]
             first: cute.struct.MemRange[Int32, c.slots + 1]
@@ -226,7 +226,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         bank = launch.bank_of(control, epoch, bank_bytes)
         list_ready = control + regions.BANKS + Int64(bank_bytes) * 2
         if live != 0:
-            tokens = cutlass.min(tokens, memory.ld_i32(live))
+            tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
         routes = tokens * c.top_k
 
         i = tidx
@@ -240,7 +240,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 for s in cutlass.range_constexpr(c.num_stages):
                     cute.arch.mbarrier_init(full + s, 1 + self.row_arrivals)
                     cute.arch.mbarrier_init(empty + s, MATH_WARPS)
-                for s in cutlass.range_constexpr(SLOTS):
+                for s in cutlass.range_constexpr(c.task_slots):
                     cute.arch.mbarrier_init(tfull + s, 1)
                     cute.arch.mbarrier_init(tempty + s, 1 + (1 if c.rows == "pool" else ROW_WARPS) + MATH_WARPS)
                 cute.arch.mbarrier_init(moved, 1)
@@ -542,7 +542,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         """The math warpgroups' walk over the tasks."""
         c = self.c
         lane = tidx % 32
-        words = cute.make_tensor(ring, cute.make_layout(SLOTS * self.slot_words))
+        words = cute.make_tensor(ring, cute.make_layout(c.task_slots * self.slot_words))
         exchanged = cute.make_tensor(amax_ptr, cute.make_layout((64, 2, 2)))
         parts = self.operands(sA, sB, scales, wg, warp, lane)
         slot = Int32(0)
@@ -613,7 +613,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(tempty + slot)
-            slot, tphase = self._advance(slot, tphase, SLOTS)
+            slot, tphase = self._advance(slot, tphase, c.task_slots)
 
     @cute.jit
     def run_tile(

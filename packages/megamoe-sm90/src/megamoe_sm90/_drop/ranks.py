@@ -134,6 +134,7 @@ class RanksMoE(NativeMoE):
             w.row_route,
             w.list_ready,
             ready,
+            w.fc2_done,
             w.carriers,
             w.control,
             w.counts,
@@ -148,6 +149,9 @@ class RanksMoE(NativeMoE):
             c.top_k,
             c.max_tokens,
             c.tile_m,
+            c.n2,
+            c.span,
+            c.ahead,
             c.delays,
             w.pool_rows,
             w.launch,
@@ -156,6 +160,13 @@ class RanksMoE(NativeMoE):
             w.wait_ms,
             w.lane,
         )
+
+    def place_of(self, block):
+        c = self.c
+        return (block % c.span if c.span else block) * c.tile_m
+
+    def first_route(self, pool, block):
+        return block * self.c.tile_m if self.c.span else pool
 
     @cute.jit
     def returned(self, words, at, used, lane):
@@ -169,7 +180,7 @@ class RanksMoE(NativeMoE):
                     w.row_route,
                     w.fc2_done + Int64(words[at + 5]) * 4,
                     c.n2,
-                    words[at + 3],
+                    words[at + 5] * c.tile_m,
                     words[at + 4],
                     w.launch,
                     c.ranks,

@@ -159,7 +159,7 @@ class SwapFeed:
         end = (k0 + n - 1) // per
         while part <= end:
             index = block * cfg.tiles1 + part
-            deadline.wait_ge(cx.control + (cfg.tags + Int64(index) * 4), cx.tag, cx.control, layout.SITE_MID, index, cx.deadline)
+            deadline.wait_tag(cx.control + (cfg.tags + Int64(index) * 4), cx.tag, cx.control, layout.SITE_MID, index, cx.deadline)
             part = part + 32
         cute.arch.sync_warp()
         cute.arch.fence_proxy("async.global")

@@ -199,7 +199,7 @@ class SwapMath:
             stop = self.span(units, cta + 1)
             if stop > start:
                 if cx.lane == 0:
-                    deadline.wait_ge(self.partial_tag(fc, cta), cx.tag, cx.control, layout.SITE_PARTIAL, cta, cx.deadline)
+                    deadline.wait_tag(self.partial_tag(fc, cta), cx.tag, cx.control, layout.SITE_PARTIAL, cta, cx.deadline)
                 cute.arch.sync_warp()
                 self.add_partial(fc, n, cta, accs)
             start = stop

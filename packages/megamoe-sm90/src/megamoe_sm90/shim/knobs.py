@@ -15,7 +15,8 @@ from megamoe.tune import Knob, Space
 from megamoe.tune.space import Rule
 from megamoe_sm90._drop.config import NativeConfig
 from megamoe_sm90._drop.swap_config import SwapConfig
-from megamoe_sm90.shim.variants import NATIVE_ROWS, NATIVE_TILES, SMS, SWAP_TILES, Operands, Variant
+from megamoe_sm90.shim.ranks import RINGS
+from megamoe_sm90.shim.variants import NATIVE_CLAIMS, NATIVE_ROWS, NATIVE_TILES, SMS, SWAP_TILES, Operands, Variant
 
 AUTO = "auto"
 
@@ -34,10 +35,12 @@ SPACE = Space(
         Knob("order", (AUTO, "native", "swap"), "operand order: by the tokens of each call, or always the same"),
         Knob("native_tile", (AUTO, *NATIVE_TILES), "token rows of a native tile"),
         Knob("native_rows", (AUTO, *NATIVE_ROWS), "how rows of x reach a native tile: gathered one by one, or through a pool by expert"),
+        Knob("native_claims", (AUTO, *NATIVE_CLAIMS), "when a native CTA claims a task: two ahead of its turn, or one"),
         Knob("swap_tile", (AUTO, *SWAP_TILES), "tokens of a swap-order tile"),
         Knob("swap_tokens", (AUTO, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), "most tokens of a call that runs in swap order"),
+        Knob("ring", (AUTO, *RINGS), "several ranks: groups of row blocks that pool and mid hold at a time; 0: all that may come"),
     ),
-    (_auto("swap_tile", "swap_tokens"), _auto("native_tile", "native_rows")),
+    (_auto("swap_tile", "swap_tokens"), _auto("native_tile", "native_rows", "native_claims")),
 )
 
 # Measured on an H200. Swap order starts and ends faster, native order streams weights faster: swap order wins up to about 64 tokens of a
@@ -61,12 +64,14 @@ class Rung:
         order: ``"native"`` or ``"swap"``.
         tile: tokens of a tile.
         rows: native order only: ``"gather"`` or ``"pool"``; else ``""``.
+        claims: native order only: ``"early"`` or ``"late"``; else ``""``.
     """
 
     tokens: int
     order: str
     tile: int
     rows: str = ""
+    claims: str = ""
 
 
 def ladder(problem: MoEProblem, knobs: Mapping[str, object]) -> tuple[Rung, ...]:
@@ -99,7 +104,8 @@ def ladder(problem: MoEProblem, knobs: Mapping[str, object]) -> tuple[Rung, ...]
 def variants_of(problem: MoEProblem, rungs: tuple[Rung, ...], operands: Operands) -> tuple[Variant, ...]:
     """The kernels of a ladder, rung by rung. Native kernels share a memory layout, which is for the session's ``max_tokens``."""
     return tuple(
-        Variant.of(problem, r.order, r.tile, r.rows, r.tokens if r.order == "swap" else problem.max_tokens, operands) for r in rungs
+        Variant.of(problem, r.order, r.tile, r.rows, r.tokens if r.order == "swap" else problem.max_tokens, operands, r.claims)
+        for r in rungs
     )
 
 
@@ -145,7 +151,7 @@ def _swap_tokens(problem: MoEProblem) -> int:
 def _native_rungs(problem: MoEProblem, knobs: Mapping[str, object]) -> list[Rung]:
     if knobs["order"] == "swap":
         return []
-    tile, rows = knobs["native_tile"], knobs["native_rows"]
+    tile, rows, claims = knobs["native_tile"], knobs["native_rows"], knobs["native_claims"]
     steps = [(_NATIVE_64_ROWS, 64, "gather"), (_GATHER_ROWS, 128, "gather"), (None, 128, "pool")]
     found: dict[tuple[int, str], Rung] = {}
     for each, own, way in steps:
@@ -159,7 +165,7 @@ def _native_rungs(problem: MoEProblem, knobs: Mapping[str, object]) -> list[Rung
             )
         key = size, str(rows) if rows != AUTO else way if size == 128 and pooled else "gather"
         tokens = problem.max_tokens if each is None else each * problem.experts // problem.top_k
-        found[key] = Rung(tokens, "native", *key)
+        found[key] = Rung(tokens, "native", *key, NATIVE_CLAIMS[0] if claims == AUTO else str(claims))
     return sorted(found.values(), key=lambda rung: rung.tokens)
 
 

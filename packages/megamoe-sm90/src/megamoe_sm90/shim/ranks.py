@@ -5,8 +5,8 @@ One kernel serves every number of tokens, because all ranks need not agree on th
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from megamoe.compile import KernelRequest
 from megamoe.device import regions, wire
 from megamoe.ep.physical import PhysicalExperts
 from megamoe.problem import MoEProblem
-from megamoe_sm90._drop.ranks_config import RanksConfig
+from megamoe_sm90._drop.ranks_config import AHEAD, LEAST_RING, RanksConfig
 from megamoe_sm90.shim.launch import Call, Launcher
 from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands, check_arch, ticks
 
@@ -27,6 +27,22 @@ PROVED_RANKS = 1
 
 _MEMORY = ("table", "place", "row_route", "pool", "pool_scale", "mid", "mid_scale", "stage")
 _FULL_TILE_ROWS = 64
+_RING_BYTES = 256 << 20
+RINGS = (0, LEAST_RING, AHEAD, 8, 16, 32, 64, 128)
+"""Sizes of the ring that can be asked for, see ``ring`` of :class:`Choice`."""
+
+
+class Choice(NamedTuple):
+    """What a plan may fix of the kernel; ``None`` leaves it to the problem.
+
+    Attributes:
+        tile: token rows of a tile. Else 128, or 64 where experts get few rows on average.
+        ring: groups of the task stream whose rows pool and mid hold at a time, 0 for all that may come. Else what 256 MiB hold, but 4 at
+            least. A ring that is larger than all that may come is no ring.
+    """
+
+    tile: int | None = None
+    ring: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +60,18 @@ class RanksVariant:
     ctas: int
 
     @classmethod
-    def of(cls, problem: MoEProblem, ranks: int, tile: int | None, operands: Operands, *, delays: bool = False) -> RanksVariant:
+    def of(cls, problem: MoEProblem, ranks: int, choice: Choice, operands: Operands, *, delays: bool = False) -> RanksVariant:
         """The kernel for a problem.
 
         Args:
             problem: the layer.
             ranks: how many share it, 2 or more.
-            tile: token rows of a tile; ``None``: 128, or 64 where experts get few rows on average.
+            choice: what the plan fixes.
             operands: what differs between calls or weights; its ``sms`` are the CTAs of a launch.
             delays: random waits at every step, for tests.
         """
         form, physical = problem.activation, PhysicalExperts.of(problem.resolved_placement(ranks), problem.experts)
+        tile = choice.tile
         if tile is None:
             tile = 128 if ranks * problem.max_tokens * problem.top_k > _FULL_TILE_ROWS * problem.experts else 64
         config = RanksConfig(
@@ -79,6 +96,7 @@ class RanksVariant:
             copies=physical.copies,
             delays=delays,
         )
+        config = replace(config, ring=ring_of(config) if choice.ring is None else choice.ring)
         return cls(config, physical, operands.sms)
 
     def request(self, arch: str | None = None) -> KernelRequest:
@@ -105,6 +123,12 @@ class RanksVariant:
     def limits(self, seconds: float) -> tuple[int, ...]:
         """Launch arguments between the live tokens and the stream: memory layout, grid and the deadline of waits in ticks of 2^20 ns."""
         return self.config.bank_bytes, self.config.pool_rows, self.ctas, ticks(seconds)
+
+
+def ring_of(config: RanksConfig) -> int:
+    """Groups of the ring where the plan does not say, see :class:`Choice`."""
+    row = (config.hidden + config.intermediate) * config.element + (4 * (config.kb1 + config.kb2) if config.block_scales else 0)
+    return int(max(AHEAD, _RING_BYTES // (config.group * config.tile_m * row)))
 
 
 class RanksMemory:

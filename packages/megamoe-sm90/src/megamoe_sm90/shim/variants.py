@@ -13,7 +13,7 @@ from megamoe.compile import KernelRequest
 from megamoe.device import regions
 from megamoe.errors import InvalidInput
 from megamoe.problem import MoEProblem
-from megamoe_sm90._drop.config import ROWS, TILES_M, NativeConfig
+from megamoe_sm90._drop.config import CLAIMS, ROWS, TILES_M, NativeConfig
 from megamoe_sm90._drop.swap_config import TOKEN_TILES, SwapConfig
 
 ARCH = "sm_90a"
@@ -29,6 +29,7 @@ _SWAP_MEMORY = ("xq", "xs", "partial", "mid", "mid_scale", "stage")
 
 NATIVE_TILES = TILES_M
 NATIVE_ROWS = ROWS
+NATIVE_CLAIMS = CLAIMS
 SWAP_TILES = TOKEN_TILES
 TICK = 20
 """Binary logarithm of the nanoseconds in a tick of megamoe.device.deadline, which planning cannot import: it needs the compiler."""
@@ -72,7 +73,7 @@ class Variant:
     sms: int
 
     @classmethod
-    def of(cls, problem: MoEProblem, order: str, tile: int, rows: str, tokens: int, operands: Operands) -> Variant:
+    def of(cls, problem: MoEProblem, order: str, tile: int, rows: str, tokens: int, operands: Operands, claims: str = CLAIMS[0]) -> Variant:
         """The kernel for a problem.
 
         Args:
@@ -81,6 +82,7 @@ class Variant:
             tokens: most tokens it is launched with; the native kernel shares its memory layout over all of a session's, so for it this is
                 the session's ``max_tokens``.
             operands: see :class:`Operands`.
+            claims: native order only: when a CTA claims its next task.
         """
         form = problem.activation
         common = {
@@ -98,7 +100,7 @@ class Variant:
             "early": problem.routing_weight == "early",
         }
         config = (
-            NativeConfig(**common, tile_m=tile, rows=rows, sms=operands.sms)
+            NativeConfig(**common, tile_m=tile, rows=rows, claims=claims, sms=operands.sms)
             if order == "native"
             else SwapConfig(**common, token_tile=tile, max_tokens=tokens)
         )

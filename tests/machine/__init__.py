@@ -1,0 +1,24 @@
+"""A machine on the CPU for kernels of sm_90a: PTX becomes C++, a fiber runs every GPU thread, several GPUs run at once in one process.
+
+    problem = MoEProblem(experts=8, top_k=2, hidden=512, intermediate=256, max_tokens=64, format="fp8_block128")
+    layer = OneRank(problem, "native", 128, "pool", grid=4)
+    out = layer.run(layer.trial.inputs[0], seed=3)
+    assert not layer.judge(layer.trial.inputs[0], out)      # the oracle has nothing against it
+
+    layer = Ranks(problem, 2, grid=3)                       # every rank's launch at once, each with its own memory
+    outs = layer.run(layer.trial.inputs, seed=3)
+    layer.run(layer.trial.inputs, change=lambda rank, launch: None if rank == 1 else launch)    # rank 1 never comes
+    layer.status(0)                                         # the wait that passed its deadline, in virtual time
+
+``layers`` launches the sm90 kernels through the shim's own argument lists, ``launch`` runs any kernel of CuTe DSL or of PTX text,
+``translate``, ``instructions``, ``arithmetic`` and ``operands`` make C++ of PTX, and ``host/`` is what that C++ calls.
+
+A seed decides the order of threads (some seeds let warps starve for long) and when copies, bulk stores and products take effect between
+their issue and the wait that must see them; what they write is poisoned until then, as are shared memory and registers that were never
+written. So a wait that is missing shows as wrong bytes, as a wrong count of a barrier, or as a hang, on some seed if not on the first.
+Accesses must lie in the CTA's shared memory or in the buffers that the launch was given, aligned. When no thread can go on, or all poll in
+vain, the fault says at which lines of the PTX which threads wait. Faults are :class:`tests.machine.launch.MachineFault`.
+
+Loads and stores happen one after the other: fences, acquire and release, and the order between the generic and the asynchronous proxy are
+not checked. Sums of products are float32 in order of K, where tensor cores keep fewer bits of FP8 sums.
+"""

@@ -1,0 +1,286 @@
+"""From compiled host functions to launches, and running them.
+
+CuTe DSL compiles a kernel for sm_90a and keeps its PTX. Its host code is called as ever, but a small library in front of the DSL's runtime
+library takes the launches, with all parameters: tensor maps are encoded by the DSL's own host code. Nothing of this needs a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.emulation import load
+
+from .translate import Translated, translate
+
+HOST = Path(__file__).parent / "host"
+_SOURCES = ("fibers", "memory", "warp", "barriers", "copies", "wgmma")
+_CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
+_ATTRIBUTE_BYTES = 72
+_FOLDER = Path(tempfile.gettempdir()) / f"megamoe-machine-{os.getuid()}"
+
+
+class MachineFault(Exception):
+    """A kernel did what the device forbids, read or wrote outside its buffers, or can never end."""
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [
+        ("kernel", ctypes.c_void_p),
+        ("params", ctypes.c_char_p),
+        ("params_size", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("smids", ctypes.c_uint32),
+        ("stop_after", ctypes.c_uint64),
+        ("start", ctypes.c_uint64),
+    ]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, ready to run.
+
+    Attributes:
+        kernel: address of the translated function.
+        params: its parameter block.
+        grid, block, cluster: as launched.
+        shared_bytes: static and dynamic shared memory of a CTA.
+        start: nanoseconds of virtual time after which it starts.
+        stop_after: steps of its threads after which it stops for ever, as a killed process does; 0: never.
+    """
+
+    kernel: int
+    params: bytes
+    grid: tuple[int, int, int]
+    block: int
+    cluster: tuple[int, int, int]
+    shared_bytes: int
+    start: int = 0
+    stop_after: int = 0
+
+    def late(self, nanoseconds: int) -> Launch:
+        """The same launch, but it starts later."""
+        return replace(self, start=nanoseconds)
+
+    def killed(self, steps: int) -> Launch:
+        """The same launch, but it stops midway."""
+        return replace(self, stop_after=steps)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run took.
+
+    Attributes:
+        switches: between threads.
+        nanoseconds: of virtual time.
+    """
+
+    switches: int
+    nanoseconds: int
+
+
+def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, most_idle: int = 200_000) -> Ran:
+    """Run launches together, their CTAs all resident, until all have ended.
+
+    Args:
+        launches: each is a GPU of its own, unless they share memory.
+        buffers: all that they may touch: torch tensors in host memory, or (address, bytes).
+        seed: of the order of threads and of the times of asynchronous copies and products.
+        most_idle: rounds in which all threads poll in vain before that is a fault; a round is a millisecond of virtual time.
+
+    Raises:
+        MachineFault: see there.
+    """
+    launches = tuple(launches)
+    given = (_Arguments * len(launches))()
+    for at, launch in zip(given, launches, strict=True):
+        at.kernel, at.params, at.params_size = launch.kernel, launch.params, len(launch.params)
+        at.grid[:], at.block, at.cluster[:] = launch.grid, launch.block, launch.cluster
+        at.shared_bytes, at.smids = launch.shared_bytes, launch.grid[0] * launch.grid[1] * launch.grid[2]
+        at.stop_after, at.start = launch.stop_after, launch.start
+    intervals = _intervals(buffers)
+    table = (ctypes.c_uint64 * (2 * len(intervals)))(*(word for interval in intervals for word in interval))
+    statistics, text = (ctypes.c_uint64 * 2)(), ctypes.create_string_buffer(1 << 16)
+    limits = (ctypes.c_uint64(seed), ctypes.c_uint64(most_idle))
+    failed = _runtime().machine_run(given, len(given), table, len(intervals), *limits, statistics, text, ctypes.c_uint64(len(text)))
+    if failed:
+        raise MachineFault(text.value.decode())
+    return Ran(*statistics)
+
+
+def _intervals(buffers: Iterable[Any]) -> list[tuple[int, int]]:
+    """Merged where they overlap: views of one tensor."""
+    spans = sorted(b if isinstance(b, tuple) else (b.data_ptr(), b.numel() * b.element_size()) for b in buffers if b is not None)
+    merged: list[tuple[int, int]] = []
+    for address, size in spans:
+        if not size:
+            continue
+        if merged and address < sum(merged[-1]):
+            merged[-1] = (merged[-1][0], max(sum(merged[-1]), address + size) - merged[-1][0])
+        else:
+            merged.append((address, size))
+    return merged
+
+
+class Program:
+    """The one kernel of a PTX module, translated and built.
+
+    Args:
+        ptx: the module.
+    """
+
+    def __init__(self, ptx: str) -> None:
+        self.ptx = ptx
+        self.translated = translate(ptx)
+        self._library = _build_kernel(self.translated)
+        self.address = ctypes.cast(self._library.kernel, ctypes.c_void_p).value or 0
+
+    def launch(self, params: bytes, grid: tuple[int, int, int], block: int, cluster: tuple[int, int, int], dynamic_shared: int) -> Launch:
+        """A launch with a parameter block as ``Translated.params`` lays it out."""
+        assert len(params) == self.translated.params_bytes, (len(params), self.translated.params)
+        return Launch(self.address, params, grid, block, cluster, self.translated.static_bytes + dynamic_shared)
+
+
+class Kernel:
+    """A kernel of CuTe DSL for this machine.
+
+    Args:
+        build: gives the jit object and example arguments, as a ``KernelRequest`` does.
+    """
+
+    def __init__(self, build: Callable[[], tuple[Any, tuple[Any, ...]]]) -> None:
+        self._function, ptx, self._examples = _compile(build)
+        self.program = Program(ptx)
+
+    @property
+    def ptx(self) -> str:
+        return self.program.ptx
+
+    def changed(self, change: Callable[[str], str]) -> Kernel:
+        """The same kernel with a change of its PTX: how tests plant faults."""
+        text = change(self.ptx)
+        assert text != self.ptx, "the change found nothing to change"
+        other = copy.copy(self)
+        other.program = Program(text)
+        return other
+
+    def launch(self, *arguments: Any) -> Launch:
+        """The one launch that the host function makes with these arguments: integers, floats, the stream last."""
+        typed = [a if isinstance(a, type(e)) else type(e)(a) for a, e in zip(arguments, self._examples, strict=True)]
+        return _capture(lambda: self._function(*typed), self.program)
+
+
+def _compile(build: Callable[[], tuple[Any, tuple[Any, ...]]]) -> tuple[Any, str, tuple[Any, ...]]:
+    """The host function, which launches into :func:`_capture`, its kernel's PTX, and the example arguments."""
+    import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir, KeepPTX
+    from cutlass.base_dsl.dsl import BaseDSL
+    from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
+
+    jit, examples = build()
+    libraries = [str(_capture_library()._name), str(load._runtime_path())]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseDSL, "get_shared_libs", lambda self: list(libraries))
+        # Otherwise it keeps no host code where there is no GPU.
+        patch.setattr(CutlassBaseDSL, "_runtime_can_run_compiled", lambda *args, **kwargs: True)
+        function = cute.compile[cute.GPUArch("sm_90a"), KeepPTX(), DumpDir(folder)](jit, *examples)
+        function._load_cuda_library = list  # there is no GPU to load it to
+        ptx = function.__ptx__
+        if ".target" not in ptx:
+            ptx = Path(ptx.strip("\0 \n")).read_text()
+    return function, ptx.rstrip("\0"), examples
+
+
+_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+def _capture(call: Callable[[], Any], program: Program) -> Launch:
+    translated = program.translated
+    launches: list[Launch] = []
+
+    def launched(configuration: int, _: int, arguments: int) -> int:
+        def words(at: int) -> tuple[int, int, int]:
+            return tuple((ctypes.c_uint32 * 3).from_address(at))  # type: ignore[return-value]
+
+        cluster = (1, 1, 1)
+        attributes = ctypes.c_uint64.from_address(configuration + 40).value
+        for index in range(ctypes.c_uint32.from_address(configuration + 48).value):
+            at = attributes + _ATTRIBUTE_BYTES * index
+            if ctypes.c_uint32.from_address(at).value == _CLUSTER_DIMENSION:
+                cluster = words(at + 8)
+        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
+        params = bytearray(translated.params_bytes)
+        for index, (offset, size) in enumerate(translated.params):
+            params[offset : offset + size] = ctypes.string_at(pointers[index], size)
+        block = words(configuration + 12)
+        assert block[1:] == (1, 1), block
+        shared = ctypes.c_uint64.from_address(configuration + 24).value
+        launches.append(program.launch(bytes(params), words(configuration), block[0], cluster, shared))
+        return 0
+
+    callback = _CALLBACK(launched)
+    _capture_library().capture_launches(callback)
+    call()
+    (launch,) = launches
+    return launch
+
+
+# ---- what the host compiler builds ----
+
+
+def compiler() -> str | None:
+    """The C++ compiler, or None: then there is no machine."""
+    return shutil.which("g++") or shutil.which("clang++")
+
+
+def _build(name: str, content: Sequence[bytes], sources: Sequence[Path], *flags: str) -> Path:
+    """A shared library, kept in a folder of this user by the digest of its sources."""
+    digest = hashlib.sha256(repr((flags, compiler())).encode() + b"".join(content)).hexdigest()[:24]
+    _FOLDER.mkdir(mode=0o700, exist_ok=True)
+    path = _FOLDER / f"{name}-{digest}.so"
+    if not path.exists():
+        part = path.with_suffix(f".{os.getpid()}.part")
+        always = ("-w", "-ffp-contract=off", "-shared", "-fPIC", f"-I{HOST}")
+        command = [compiler() or "g++", *always, *flags, *map(str, sources), "-o", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        os.replace(part, path)
+    return path
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    sources = [HOST / f"{name}.cpp" for name in _SOURCES]
+    content = [path.read_bytes() for path in (*sources, *sorted(HOST.glob("*.h")))]
+    return ctypes.CDLL(str(_build("machine", content, sources, "-std=c++17", "-O3")), mode=ctypes.RTLD_GLOBAL)
+
+
+def _build_kernel(translated: Translated) -> ctypes.CDLL:
+    _runtime()  # it has what the kernel calls
+    headers = [path.read_bytes() for path in sorted(HOST.glob("*.h"))]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.cpp"
+        source.write_text(translated.source)
+        return ctypes.CDLL(str(_build("kernel", [translated.source.encode(), *headers], [source], "-std=c++17", "-O0")))
+
+
+@functools.cache
+def _capture_library() -> ctypes.CDLL:
+    source = Path(__file__).parents[1] / "emulation" / "host" / "capture.c"
+    return ctypes.CDLL(str(_build("capture", [source.read_bytes()], [source], "-x", "c")))

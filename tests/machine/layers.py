@@ -1,0 +1,290 @@
+"""The sm90 kernels as sessions launch them, on the machine: real configurations, workspaces and argument lists, memory of this process.
+
+The package's docstring shows how to use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe import MoEProblem
+from megamoe.device import regions, wire
+from megamoe.testing import routing
+from megamoe.testing.trial import Inputs, Trial, make_trial
+from megamoe_sm90.backend import Sm90Backend
+from megamoe_sm90.shim import launch as shim_launch
+from megamoe_sm90.shim import ranks as several
+from megamoe_sm90.shim.variants import Operands, Variant, sizes
+from megamoe_sm90.shim.weights import Sm90Weights
+from megamoe_sm90.shim.workspace import Workspace
+
+from .launch import Kernel, Launch, run
+
+HOST = torch.device("cpu")
+_KERNELS: dict[str, Kernel] = {}
+
+
+def kernel_of(variant: Any) -> Kernel:
+    """The kernel of a variant for the machine, compiled once a process."""
+    request = variant.request()
+    digest = request.digest()
+    if digest not in _KERNELS:
+        _KERNELS[digest] = Kernel(request.build)
+    return _KERNELS[digest]
+
+
+class Caught:
+    """Stands for a compiled host function: keeps the launch that it makes."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.latest: Launch | None = None
+
+    def __call__(self, *arguments: int) -> None:
+        self.latest = self.kernel.launch(*arguments)
+
+    def take(self) -> Launch:
+        assert self.latest is not None
+        return self.latest
+
+
+def caught(variant: Any, make: Callable[[], Any]) -> tuple[Caught, Any]:
+    """What ``make`` builds with launchers of the shim, and where their launches go."""
+    function = Caught(kernel_of(variant))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shim_launch, "function", lambda request: function)
+        return function, make()
+
+
+class HostWorkspace(Workspace):
+    """A session's memory in this process; scratch is poisoned."""
+
+    def __init__(self, variants: Sequence[Variant]) -> None:
+        blocks = sizes(variants)
+        self.scratch = aligned(blocks.pop("scratch"))
+        self.controls = {name.split()[0]: aligned(size).zero_() for name, size in blocks.items()}
+        self.report = torch.zeros(2, dtype=torch.int32)
+        self._words = self.report.numpy()
+        self._listen()
+
+    def buffers(self, variant: Variant) -> list[Any]:
+        """What a kernel may touch: its regions, without the gaps between them."""
+        base = self.scratch.data_ptr()
+        return [*((base + offset, size) for offset, size in variant.scratch.values()), self.controls[variant.order], self.report]
+
+
+def aligned(size: int, alignment: int = 512) -> torch.Tensor:
+    """Bytes of 255 at a multiple of an alignment, as an allocator of device memory gives them."""
+    block = torch.full((size + alignment,), 255, dtype=torch.uint8)
+    first = -block.data_ptr() % alignment
+    return block[first : first + size]
+
+
+def unwritten(tokens: int, hidden: int) -> torch.Tensor:
+    """An output that has no numbers yet."""
+    return torch.full((tokens, hidden), float("nan"), dtype=torch.bfloat16)
+
+
+def with_biases(trial: Trial, names: Sequence[str], seed: int = 0) -> Trial:
+    """The trial with expert biases."""
+    generator, p = torch.Generator().manual_seed(seed), trial.problem
+    shapes = {"b13": (p.experts, 2 * p.intermediate), "b2": (p.experts, p.hidden)}
+    biases = {name: (torch.randn(shapes[name], generator=generator) * 0.3).to(torch.bfloat16) for name in names}
+    return replace(trial, weights=replace(trial.weights, **biases))
+
+
+class OneRank:
+    """A layer on one rank with one kernel and one workspace, over which launches follow each other.
+
+    Args:
+        problem: the layer.
+        order, tile, rows, claims: which kernel.
+        grid: CTAs of a launch.
+        biases: names of expert biases.
+        quantized: x comes in the format's type.
+        seed, tokens, pattern: of the trial.
+        deadline: seconds of virtual time.
+    """
+
+    def __init__(
+        self,
+        problem: MoEProblem,
+        order: str,
+        tile: int,
+        rows: str = "",
+        claims: str = "early",
+        *,
+        grid: int = 4,
+        biases: Sequence[str] = (),
+        quantized: bool = False,
+        seed: int = 0,
+        tokens: int | None = None,
+        pattern: str = "zipf",
+        deadline: float = 4.0,
+    ) -> None:
+        self.problem = problem
+        self.trial = with_biases(make_trial(problem, tokens=tokens, seed=seed, pattern=pattern), biases)
+        plan = Sm90Backend().plan(problem)
+        self.weights = Sm90Weights(plan, self.trial.local_weights(0))
+        operands = Operands(quantized=quantized, sms=grid, **{name: True for name in biases})
+        self.variant = Variant.of(problem, order, tile, rows, problem.max_tokens, operands, claims)
+        self.workspace = HostWorkspace([self.variant])
+        self.function, self.call = caught(
+            self.variant,
+            lambda: shim_launch.Call(self.variant, self.weights.addresses, self.workspace.addresses(self.variant), deadline),
+        )
+
+    def run(self, inputs: Inputs, *, x_scale: torch.Tensor | None = None, tokens: int | None = None, seed: int = 0) -> torch.Tensor:
+        """One launch into an output without numbers; ``tokens`` other than there are must be a fault."""
+        out = unwritten(inputs.topk_ids.shape[0], self.problem.hidden)
+        given = (inputs.x, x_scale, inputs.topk_ids, inputs.topk_weights, out)
+        x, scale, ids, weights, target = (0 if t is None else t.data_ptr() for t in given)
+        self.call.run(out.shape[0] if tokens is None else tokens, x, scale, ids, weights, target, 0)
+        buffers = [*given, *self.weights.tensors.values(), *self.workspace.buffers(self.variant)]
+        self.ran = run([self.function.take()], buffers, seed=seed)
+        return out
+
+    def judge(self, inputs: Inputs, out: torch.Tensor) -> str:
+        """What the oracle has against an output; empty when it is right."""
+        verdict = replace(self.trial, inputs=(inputs,)).judge(0, out)
+        return "" if verdict.ok else verdict.text
+
+    def status(self) -> dict[str, int]:
+        """See :meth:`Ranks.status`."""
+        return record_of(self.workspace.controls[self.variant.order])
+
+
+class Ranks:
+    """A layer on several ranks, each with its own memory in this process.
+
+    Args:
+        problem: the layer.
+        ranks: how many.
+        tile, ring: see :class:`megamoe_sm90.shim.ranks.Choice`.
+        grid: CTAs of each rank's launch.
+        quantized: x comes in the format's type.
+        delays: kernels with random waits.
+        seed, tokens, pattern: of the trial.
+        deadline: seconds of virtual time.
+    """
+
+    def __init__(
+        self,
+        problem: MoEProblem,
+        ranks: int,
+        *,
+        tile: int | None = 128,
+        ring: int | None = None,
+        grid: int = 3,
+        biases: Sequence[str] = (),
+        quantized: bool = False,
+        delays: bool = False,
+        seed: int = 0,
+        tokens: Sequence[int] | None = None,
+        pattern: str = "zipf",
+        deadline: float = 4.0,
+    ) -> None:
+        self.problem, self.ranks = problem, ranks
+        self.trial = with_biases(make_trial(problem, ranks=ranks, tokens=tokens, seed=seed, pattern=pattern), biases)
+        operands = Operands(quantized=quantized, sms=grid, **{name: True for name in biases})
+        self.variant = several.RanksVariant.of(problem, ranks, several.Choice(tile, ring), operands, delays=delays)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(several, "PROVED_RANKS", ranks)
+            plan = Sm90Backend().plan(problem, ranks=ranks)
+        layout = self.variant.config.layout
+        self.heaps = [aligned(layout.nbytes) for _ in range(ranks)]
+        for heap in self.heaps:
+            for name in ("signal", "counts", "flags"):
+                self.region(heap, name).zero_()
+        self.table = torch.tensor([heap.data_ptr() for heap in self.heaps], dtype=torch.int64)
+        self.weights = [Sm90Weights(plan, self.trial.local_weights(rank)) for rank in range(ranks)]
+        self.memory, self.launchers = [], []
+        for rank in range(ranks):
+            memory = several.RanksMemory(self.variant, SimpleNamespace(table=self.table), HOST)  # type: ignore[arg-type]
+            memory._scratch.fill_(255)
+            memory.control[wire.RANK : wire.RANK + 4].view(torch.int32).fill_(rank)
+            self.memory.append(memory)
+            self.launchers.append(
+                caught(self.variant, lambda r=rank, m=memory: several.RanksLauncher(self.variant, self.weights[r], m, deadline))
+            )
+
+    def region(self, heap: torch.Tensor, name: str) -> torch.Tensor:
+        """A region of a rank's symmetric memory."""
+        offset, size = self.variant.config.layout.offsets[name]
+        return heap[offset : offset + size]
+
+    def judge(self, inputs: Sequence[Inputs], outs: Sequence[torch.Tensor]) -> list[str]:
+        """What the oracle has against every rank's output; empty when all are right."""
+        trial = replace(self.trial, inputs=tuple(inputs))
+        verdicts = [trial.judge(rank, out) for rank, out in enumerate(outs)]
+        return [f"rank {rank}: {verdict.text}" for rank, verdict in enumerate(verdicts) if not verdict.ok]
+
+    @property
+    def buffers(self) -> list[Any]:
+        """All memory of all ranks that kernels may touch, without the gaps between regions."""
+        config, found = self.variant.config, [self.table]
+        for heap, memory, weights in zip(self.heaps, self.memory, self.weights, strict=True):
+            found += [(heap.data_ptr() + offset, size) for offset, size in config.layout.offsets.values()]
+            found += [(memory._scratch.data_ptr() + offset, size) for offset, size in config.local.offsets.values()]
+            found += [memory.control, memory._place, *weights.tensors.values()]
+        return found
+
+    def run(
+        self,
+        inputs: Sequence[Inputs],
+        *,
+        x_scales: Sequence[torch.Tensor | None] | None = None,
+        seed: int = 0,
+        change: Callable[[int, Launch], Launch | None] = lambda rank, launch: launch,
+    ) -> list[torch.Tensor]:
+        """One launch of every rank, into outputs without numbers.
+
+        Args:
+            inputs, x_scales: of every rank.
+            seed: of the machine.
+            change: what becomes of a rank's launch: later, killed, or ``None``: it never comes.
+        """
+        outs, buffers, launches = [], list(self.buffers), []
+        for rank, each in enumerate(inputs):
+            out = unwritten(each.x.shape[0], self.problem.hidden)
+            given = (each.x, x_scales[rank] if x_scales else None, each.topk_ids, each.topk_weights, out)
+            buffers += given
+            x, scale, ids, weights, target = (0 if t is None else t.data_ptr() for t in given)
+            function, launcher = self.launchers[rank]
+            launcher.run(each.x.shape[0], x, scale, ids, weights, target, 0)
+            launch = change(rank, function.take())
+            if launch is not None:
+                launches.append(launch)
+            outs.append(out)
+        self.ran = run(launches, buffers, seed=seed)
+        return outs
+
+    def status(self, rank: int) -> dict[str, int]:
+        """The record of the wait of a rank's launch that failed first; its ``abort`` is 0 where none did."""
+        return record_of(self.memory[rank].control)
+
+
+def record_of(control: torch.Tensor) -> dict[str, int]:
+    """What a control block says of the wait that failed first."""
+    words = control[regions.RECORD : regions.RECORD + 8 * len(regions.RECORD_FIELDS)].view(torch.int64).tolist()
+    abort = int(control[regions.ABORT : regions.ABORT + 4].view(torch.int32))
+    return {"abort": abort, **dict(zip(regions.RECORD_FIELDS, words, strict=True))}
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two outputs are bit for bit the same; NaN is never right."""
+    return torch.equal(one.view(torch.int16), other.view(torch.int16)) and not bool(one.isnan().any())
+
+
+def inputs_of(problem: MoEProblem, tokens: int, pattern: str, seed: int) -> Inputs:
+    """Random inputs of one rank."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = routing.PATTERNS[pattern](problem, tokens, generator).to(torch.int32)
+    x = torch.randn(tokens, problem.hidden, generator=generator).to(torch.bfloat16)
+    return Inputs(x, ids, routing.weights(tokens, problem.top_k, generator))

@@ -1,0 +1,114 @@
+"""Native-order kernels compute the layer: run on the CPU machine, in random thread order, against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
+
+from tests.machine.launch import MachineFault, compiler
+from tests.machine.layers import OneRank, inputs_of, same_bytes
+
+from megamoe import MoEProblem
+from megamoe.device import regions
+from megamoe.formats import load
+from megamoe.problem import SwiGLU
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
+
+OAI = SwiGLU(limit=7.0, alpha=1.702, up_bias=1.0)
+# One expert with more rows than a tile, then what breaks kernels, over one workspace.
+CALLS = (
+    ("zipf", 200),
+    ("one expert", 130),
+    ("duplicates", 33),
+    ("unrouted", 5),
+    ("masked", 41),
+    ("first quarter", 1),
+    ("balanced", 0),
+    ("zipf", 64),
+)
+
+
+def problem_of(**more):
+    base = {"experts": 6, "top_k": 3, "hidden": 384, "intermediate": 256, "max_tokens": 200, "format": "fp8_block128"}
+    return MoEProblem(**{**base, **more})
+
+
+CASES = {
+    "block128, 128 rows through the pool": ({}, (128, "pool"), {"grid": 3}),
+    "block128, 128 rows through the pool, late claims": ({}, (128, "pool", "late"), {"grid": 3}),
+    "bf16, 64 rows gathered, late claims, one K block": ({"format": "bf16", "hidden": 64, "intermediate": 64}, (64, "gather", "late"), {}),
+    "block128, 64 rows gathered, one K block": ({"hidden": 128, "intermediate": 128}, (64, "gather"), {}),
+    "block128, 128 rows gathered, early": ({"routing_weight": "early"}, (128, "gather"), {}),
+    "bf16, partial tiles, biases": (
+        {"format": "bf16", "hidden": 320, "intermediate": 192, "activation": OAI},
+        (128, "pool"),
+        {"biases": ("b13", "b2"), "grid": 2},
+    ),
+    "bf16, 64 rows gathered": ({"format": "bf16", "hidden": 256}, (64, "gather"), {"grid": 6}),
+    "tensor scales, 128 rows through the pool": ({"format": "fp8_tensor", "hidden": 512}, (128, "pool"), {}),
+    "tensor scales in e5m2, 64 rows gathered": ({"format": "fp8_tensor_e5m2"}, (64, "gather"), {}),
+}
+
+
+@pytest.mark.parametrize(("problem", "kernel", "more"), CASES.values(), ids=CASES)
+def test_every_call_is_right_and_repeats_its_bytes(problem, kernel, more):
+    layer = OneRank(problem_of(**problem), "native", *kernel, **more)
+    for number, (pattern, tokens) in enumerate(CALLS):
+        inputs = inputs_of(layer.problem, tokens, pattern, seed=number)
+        out = layer.run(inputs, seed=2 * number)
+        assert not layer.judge(inputs, out), (pattern, tokens, layer.judge(inputs, out))
+        if number % 3 == 0:
+            assert same_bytes(out, layer.run(inputs, seed=2 * number + 1)), (pattern, tokens)
+    assert layer.status()["abort"] == 0
+
+
+@pytest.mark.parametrize(("format", "kernel"), [("fp8_block128", (128, "pool")), ("fp8_tensor", (64, "gather"))])
+def test_quantized_activations_end_in_the_bytes_of_bf16_ones(format, kernel):
+    problem = problem_of(format=format)
+    plain, quantized = (OneRank(problem, "native", *kernel, quantized=q) for q in (False, True))
+    for number, (pattern, tokens) in enumerate(CALLS[:3]):
+        inputs = inputs_of(problem, tokens, pattern, seed=number)
+        x, scale = load(format).quantize(inputs.x, static_scale=plain.trial.weights.x_scale)
+        assert same_bytes(plain.run(inputs, seed=number), quantized.run(inputs._replace(x=x), x_scale=scale, seed=number + 50))
+
+
+@pytest.fixture
+def layer():
+    return OneRank(problem_of(), "native", 128, "pool", grid=3, deadline=0.05)
+
+
+def test_a_wait_that_cannot_end_is_recorded_and_every_block_leaves(layer):
+    inputs = inputs_of(layer.problem, 40, "zipf", seed=1)
+    control = layer.workspace.controls["native"]
+    control[regions.BANKS + regions.FC1_DONE :][:4].view(torch.int32).fill_(-100_000)
+    layer.run(inputs)
+    status = layer.status()
+    assert status["abort"] == 1
+    assert regions.SITE_NAMES[status["site"]] == "intermediate rows of a block"
+    assert status["seen"] < 0 < status["expected"]
+    assert layer.workspace.aborted
+    assert layer.workspace.failed_wait().site == "intermediate rows of a block"
+    control.zero_()
+    layer.workspace.report.zero_()
+    layer.workspace._listen()
+    assert not layer.judge(inputs, layer.run(inputs, seed=1))
+
+
+def test_ids_out_of_range_are_no_routes_and_are_reported(layer):
+    inputs = inputs_of(layer.problem, 40, "zipf", seed=2)
+    wrong = inputs.topk_ids.clone()
+    wrong[::3, 1] = layer.problem.experts
+    wrong[5, 0] = -7
+    inputs = inputs._replace(topk_ids=wrong)
+    assert not layer.judge(inputs, layer.run(inputs))
+    assert layer.workspace.take_bad_ids()
+    assert not layer.workspace.aborted
+
+
+def test_rows_that_are_missing_are_read_outside_their_buffer(layer):
+    inputs = inputs_of(layer.problem, 40, "zipf", seed=3)
+    with pytest.raises(MachineFault, match="lie in no buffer"):
+        layer.run(inputs._replace(x=inputs.x[:30].clone()), tokens=40)
