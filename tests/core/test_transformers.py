@@ -131,13 +131,13 @@ class Errors:
 
 
 @torch.no_grad()
-def compare(family, rank=0, group=None):
-    exact = make(family)
-    ids = tokens(rank, (3, 24 + 8 * rank))
+def compare(family, rank=0, group=None, backend="reference", device="cpu"):
+    exact = make(family).to(device)
+    ids = tokens(rank, (3, 24 + 8 * rank)).to(device)
     with recorded(exact) as answers:
         want = exact(ids).logits
     plain = copy.deepcopy(exact).to(torch.bfloat16)
-    ours = replace_experts(copy.deepcopy(plain), max_tokens=256, backend="reference", group=group)
+    ours = replace_experts(copy.deepcopy(plain), max_tokens=256, backend=backend, group=group)
     assert sum(isinstance(m, MegaMoEExperts) for m in ours.modules()) == BLOCKS[family]
     logits = {}
     for name, model in (("ours", ours), ("plain", plain)):
@@ -162,6 +162,12 @@ def check(errors):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_against_float32(family):
     check(compare(family))
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_against_float32_through_sm90(family):
+    check(compare(family, backend="sm90", device="cuda"))
 
 
 @pytest.mark.parametrize(

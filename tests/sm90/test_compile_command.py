@@ -60,6 +60,15 @@ def test_kernels_for_biases_are_compiled_when_the_model_has_them(monkeypatch, ca
     capsys.readouterr()
 
 
+@pytest.mark.parametrize(("more", "want"), [((), None), (("--sms", "114"), 114)])
+def test_multiprocessors_of_the_gpu_reach_the_list_of_kernels(monkeypatch, capsys, more, want):
+    made = []
+    monkeypatch.setattr(Job, "requests", lambda job: made.append(job.sms) or ())
+    assert main(["compile", "--backend", "sm90", *SHAPE, *more]) == 0
+    assert made == [want]
+    capsys.readouterr()
+
+
 def test_a_cache_that_cannot_be_written_is_a_failure_and_nothing_is_compiled(capsys, cache, monkeypatch):
     (cache / "file").write_text("")
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(cache / "file" / "cache"))

@@ -225,3 +225,15 @@ def test_every_preset_can_be_compiled_ahead(name, tokens):
     plan = BACKEND.plan(PRESETS[name].problem(tokens))
     kinds = 1 if plan.problem.format == "bf16" else 2
     assert len(BACKEND.kernels(plan, biases=PRESETS[name].biases)) == kinds * len(plan.detail)
+
+
+@pytest.mark.parametrize("sms", [26, 78, 114, 132])
+def test_kernels_compiled_ahead_are_those_that_a_session_of_so_many_multiprocessors_looks_up(sms):
+    plan = BACKEND.plan(PROBLEM)
+    wanted = [v.request() for q in (False, True) for v in variants_of(PROBLEM, plan.detail, Operands(quantized=q, sms=sms))]
+    assert [r.config for r in BACKEND.kernels(plan, sms=sms)] == [r.config for r in wanted]
+    usual = BACKEND.kernels(plan)
+    same = [r.config["order"] for r, u in zip(BACKEND.kernels(plan, sms=sms), usual, strict=True) if r.config == u.config]
+    assert set(same) == ({"swap", "native"} if sms == 132 else {"swap"})
+    with pytest.raises(InvalidInput, match="sms is 0; allowed: 1 or more"):
+        BACKEND.kernels(plan, sms=0)

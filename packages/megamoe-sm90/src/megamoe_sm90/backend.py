@@ -20,7 +20,7 @@ from megamoe.tune import Space
 from megamoe_sm90 import SPEC, __version__, ranks_plan
 from megamoe_sm90.session import Sm90Session
 from megamoe_sm90.shim.knobs import AUTO, SPACE, ladder, variants_of
-from megamoe_sm90.shim.variants import NATIVE_CLAIMS, PACKAGES, Operands, sizes
+from megamoe_sm90.shim.variants import NATIVE_CLAIMS, PACKAGES, SMS, Operands, sizes
 from megamoe_sm90.shim.weights import Sm90Weights
 
 if TYPE_CHECKING:
@@ -170,10 +170,13 @@ class Sm90Backend:
         claims = rung.claims if rung.claims != NATIVE_CLAIMS[0] else ""
         return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows, claims) if part)
 
-    def kernels(self, plan: Plan, arch: str | None = None, *, biases: bool = False) -> tuple[KernelRequest, ...]:
-        """See :class:`megamoe.compile.Precompiles`: on a GPU of 132 multiprocessors."""
+    def kernels(self, plan: Plan, arch: str | None = None, *, biases: bool = False, sms: int | None = None) -> tuple[KernelRequest, ...]:
+        """See :class:`megamoe.compile.Precompiles`; 132 multiprocessors unless told. Kernels in swap order suit any number of them."""
+        count = SMS if sms is None else sms
+        if count < 1:
+            raise InvalidInput(f"sms is {count}; allowed: 1 or more.", hint="pass the number of multiprocessors of the GPU")
         kinds = (False, True)[: 1 if describe(plan.problem.format).element == "bf16" else 2]
-        operands = [Operands(quantized=q, b13=biases, b2=biases and plan.problem.routing_weight == "late") for q in kinds]
+        operands = [Operands(quantized=q, b13=biases, b2=biases and plan.problem.routing_weight == "late", sms=count) for q in kinds]
         if plan.ranks > 1:
             return tuple(ranks_plan.variant(plan.problem, plan.ranks, plan.detail, one).request(arch) for one in operands)
         return tuple(variant.request(arch) for one in operands for variant in variants_of(plan.problem, plan.detail, one))

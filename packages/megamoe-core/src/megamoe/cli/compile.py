@@ -35,6 +35,7 @@ class Job:
     knobs: dict[str, object] | None
     arch: str | None
     biases: bool
+    sms: int | None = None
 
     def requests(self) -> tuple[KernelRequest, ...]:
         """The kernels.
@@ -49,7 +50,7 @@ class Job:
             raise BackendUnavailable(
                 f"Backend {self.backend!r} has no kernels to compile.", hint="name one that has, or its target: --arch sm_90a"
             )
-        return backend.kernels(backend.plan(self.problem, knobs=self.knobs), self.arch, biases=self.biases)
+        return backend.kernels(backend.plan(self.problem, knobs=self.knobs), self.arch, biases=self.biases, sms=self.sms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="for weights with expert biases, or without (default: as the model has them)",
     )
+    parser.add_argument(
+        "--sms",
+        type=int,
+        metavar="N",
+        help="multiprocessors of the GPU: 114 in an H100 PCIe, 78 in an H20, fewer in a MIG slice (default for sm90: 132)",
+    )
     add_knob_argument(parser)
 
 
@@ -97,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     out = Output.of(args)
     arch = args.arch or env.compile_arch()
     biases = base_of(args).biases if args.biases is None else args.biases
-    job = Job(args.backend or _backend(arch), problem_of(args), knobs_of(args), arch, biases)
+    job = Job(args.backend or _backend(arch), problem_of(args), knobs_of(args), arch, biases, args.sms)
     if not env.cache_writable():
         raise MegaMoEError(
             f"The cache folder {env.cache_dir()} cannot be written.", hint=f"export {env.CACHE_DIR.name}=<a folder you can write>"

@@ -50,15 +50,17 @@ class KernelRequest:
 class Precompiles(Protocol):
     """A backend whose kernels can be compiled ahead, also on a machine without its GPU. ``megamoe compile`` asks for this."""
 
-    def kernels(self, plan: Plan, arch: str | None = None, *, biases: bool = False) -> tuple[KernelRequest, ...]:
+    def kernels(self, plan: Plan, arch: str | None = None, *, biases: bool = False, sms: int | None = None) -> tuple[KernelRequest, ...]:
         """Every kernel that a session of this plan may launch.
 
         Args:
             plan: from ``Backend.plan``.
             arch: target; ``None`` for the backend's own.
             biases: whether the weights have every bias that the problem allows, or none. A plan does not say.
+            sms: multiprocessors that a session will find on its GPU, at least 1; ``None`` for those of the GPU that the backend is
+                tuned for. A plan does not say this either.
 
         Raises:
-            InvalidInput: the backend has no kernel for this architecture.
+            InvalidInput: the backend has no kernel for this architecture, or ``sms`` is below 1.
         """
         ...

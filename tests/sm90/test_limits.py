@@ -1,0 +1,133 @@
+"""What only a GPU shows beside the sessions' tests: wide weights, launch numbers that wrap, other devices, compute-sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamoe import MoEProblem, SwiGLU
+from megamoe.bench.workloads import Shape, make_inputs, make_weights
+from megamoe.device import regions
+from megamoe.testing import oracle
+from megamoe.testing.trial import make_trial
+from megamoe_sm90.backend import Sm90Backend
+
+pytestmark = pytest.mark.sm90
+
+BACKEND = Sm90Backend()
+KERNELS = (
+    {"order": "native", "native_tile": 128, "native_rows": "pool"},
+    {"order": "native", "native_tile": 64, "native_rows": "gather"},
+    {"order": "swap", "swap_tile": 16},
+)
+PROBLEM = MoEProblem(8, 2, 512, 256, 64, "fp8_block128", SwiGLU(limit=2.0))
+
+each_kernel = pytest.mark.parametrize("knobs", KERNELS, ids=lambda k: "-".join(str(v) for v in k.values()))
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A layer whose w13 has more than 2^31 elements: experts at its end lie beyond 32-bit offsets."""
+    shape = Shape("wide", 144, 2, 4096, 2048)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    weights = make_weights(shape, "fp8_block128", generator)
+    assert weights.w13.numel() > 2**31
+    return shape, weights, make_inputs(shape, "fp8_block128", 6, "random", None, generator)
+
+
+@each_kernel
+def test_more_than_2_31_elements(wide, knobs):
+    shape, weights, inputs = wide
+    problem = shape.problem(64, "fp8_block128")
+    ids = torch.tensor([[143, 0], [142, 143], [0, 1], [127, 128], [129, 143], [143, -1]], dtype=torch.int32, device="cuda")
+    plan = BACKEND.plan(problem, knobs=knobs)
+    with BACKEND.open_session(plan, BACKEND.prepare_weights(plan, weights)) as session:
+        out = session.run(inputs.x, ids, inputs.weights)
+    verdict = oracle.judge(out, oracle.compute(problem, weights, inputs.x, ids, inputs.weights), format=problem.format)
+    assert verdict.ok, verdict.text
+
+
+def opened(knobs, device):
+    trial = make_trial(PROBLEM, tokens=40)
+    plan = BACKEND.plan(PROBLEM, knobs=knobs)
+    return trial, BACKEND.open_session(plan, BACKEND.prepare_weights(plan, trial.local_weights(0, device)))
+
+
+@each_kernel
+@pytest.mark.parametrize("before", [2**31 - 4, -4], ids=["2^31", "2^32"])
+def test_launch_numbers_may_wrap(knobs, before):
+    trial, session = opened(knobs, "cuda")
+    with session:
+        inputs = trial.inputs[0].to("cuda")
+        want = session.run(*inputs)
+        assert trial.judge(0, want).ok
+        session.reset()
+        for control in session._workspace.controls.values():
+            control[regions.EPOCH : regions.EPOCH + 4].view(torch.int32).fill_(before)
+        for _ in range(8):
+            assert torch.equal(session.run(*inputs), want)
+        torch.cuda.synchronize()
+        assert not session._workspace.aborted
+
+
+@each_kernel
+def test_sessions_on_another_device_than_the_current_one(knobs):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs in one process")
+    outs = []
+    for device in ("cuda:0", "cuda:1"):
+        trial, session = opened(knobs, device)
+        with session:
+            out = session.run(*trial.inputs[0].to(device))
+            torch.cuda.synchronize(device)
+        assert out.device == torch.device(device)
+        assert trial.judge(0, out).ok
+        outs.append(out.cpu())
+    assert torch.equal(*outs)
+
+
+def sanitizer():
+    """Path of compute-sanitizer, or ``None``."""
+    homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, homes), "/usr/local/cuda/bin"]))
+
+
+def launch_once():
+    """Every kernel on a small shape, from bf16; a test starts this under the sanitizer."""
+    for knobs in KERNELS:
+        trial, session = opened(knobs, "cuda")
+        with session:
+            assert trial.judge(0, session.run(*trial.inputs[0].to("cuda"))).ok
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_compute_sanitizer_finds_nothing(tool):
+    found = sanitizer()
+    if found is None:
+        pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit)")
+    launch_once()  # compiles, outside of the tool
+    ran = subprocess.run(
+        [
+            found,
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "9",
+            sys.executable,
+            "-c",
+            "from tests.sm90.test_limits import launch_once; launch_once()",
+        ],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "MEGAMOE_TIMEOUT": "120"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert "ERROR SUMMARY: 0 errors" in ran.stdout or "0 hazards" in ran.stdout
