@@ -43,7 +43,6 @@ def kernel_and_args(config: NativeConfig):
     return kernel, (
         *[Int64(1024)] * len(ADDRESSES),
         Int32(1),
-        Int64(0),
         Int32(0),
         Int32(128),
         Int32(1),
@@ -58,12 +57,11 @@ def compile_native(config: NativeConfig, options: str = ""):
     return cute.compile[cute.GPUArch(ARCH)](kernel, *args, **({"options": options} if options else {}))
 
 
-def arguments(addresses, tokens, live, bank_bytes, pool_rows, grid, wait_ms, stream):
+def arguments(addresses, tokens, bank_bytes, pool_rows, grid, wait_ms, stream):
     """Launch arguments in order; `addresses` maps names of ADDRESSES to integers (0 where unused)."""
     return (
         *[Int64(addresses.get(name, 0)) for name in ADDRESSES],
         Int32(tokens),
-        Int64(live),
         Int32(bank_bytes),
         Int32(pool_rows),
         Int32(grid),

@@ -65,7 +65,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         stage: Int64,
         out: Int64,
         tokens: Int32,
-        live: Int64,
         bank_bytes: Int32,
         pool_rows: Int32,
         grid: Int32,
@@ -150,7 +149,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             stage,
             out,
             tokens,
-            live,
             bank_bytes,
             pool_rows,
             wait_ms,
@@ -191,7 +189,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         stage: Int64,
         out: Int64,
         tokens: Int32,
-        live: Int64,
         bank_bytes: Int32,
         pool_rows: Int32,
         wait_ms: Int32,
@@ -225,8 +222,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         epoch = launch.epoch_of(control)
         bank = launch.bank_of(control, epoch, bank_bytes)
         list_ready = control + regions.BANKS + Int64(bank_bytes) * 2
-        if live != 0:
-            tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
         routes = tokens * c.top_k
 
         i = tidx

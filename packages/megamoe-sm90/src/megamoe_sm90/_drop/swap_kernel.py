@@ -65,7 +65,6 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         stage: Int64,
         out: Int64,
         tokens: Int32,
-        live: Int64,
         grid: Int32,
         deadline_ns: Int64,
         stream: cuda.CUstream,
@@ -160,7 +159,6 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             stage,
             out,
             tokens,
-            live,
             Int32(deadline_ns >> 20),
         ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
 
@@ -201,7 +199,6 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         stage: Int64,
         out: Int64,
         tokens: Int32,
-        live: Int64,
         deadline: Int32,
     ):
         cfg = self.cfg
@@ -274,8 +271,6 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             ranks=cute.make_tensor(ring + cfg.bitmap_words, cute.make_layout(cfg.bitmap_words)),
         )
 
-        if live != 0:
-            tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
         routes = tokens * cfg.top_k
         if tidx == 32 * EPOCH_WARP:
             s_misc[1] = memory.ld_relaxed(control + regions.EPOCH)
@@ -347,7 +342,7 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
 
 def kernel_and_args(cfg: SwapConfig):
     """The jit object and example arguments for a compilation, which needs no GPU."""
-    return SwapKernel(cfg), (*[Int64(0)] * 19, Int32(1), Int64(0), Int32(1), Int64(0), cuda.CUstream(0))
+    return SwapKernel(cfg), (*[Int64(0)] * 19, Int32(1), Int32(1), Int64(0), cuda.CUstream(0))
 
 
 def compile_swap(cfg: SwapConfig):

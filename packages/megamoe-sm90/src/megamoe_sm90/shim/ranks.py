@@ -127,7 +127,7 @@ class RanksVariant:
         return (*OPERANDS, "control", *_MEMORY, "out")
 
     def limits(self, seconds: float) -> tuple[int, ...]:
-        """Launch arguments between the live tokens and the stream: memory layout, grid and the deadline of waits in ticks of 2^20 ns."""
+        """Launch arguments between the tokens and the stream: memory layout, grid and the deadline of waits in ticks of 2^20 ns."""
         return self.config.bank_bytes, self.config.pool_rows, self.ctas, ticks(seconds)
 
 

@@ -171,7 +171,7 @@ class Variant:
         return (*OPERANDS, "control", *memory, "out")
 
     def limits(self, seconds: float) -> tuple[int, ...]:
-        """Launch arguments between the live tokens and the stream: memory layout, grid and the deadline of waits."""
+        """Launch arguments between the tokens and the stream: memory layout, grid and the deadline of waits."""
         if isinstance(self.config, SwapConfig):
             return self.sms, ticks(seconds) << TICK  # in nanoseconds; the kernel counts in ticks too
         bank = regions.bank_bytes(regions.max_blocks(self.tokens, self.config.top_k, self.config.experts, _BLOCK_TILE))
