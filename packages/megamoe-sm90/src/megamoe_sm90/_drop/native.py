@@ -16,8 +16,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from megamoe.device import combine, deadline, dispatch, launch, memory, quantize, regions, routing, stream
 
-from .config import MATH_WARPS, THREADS, TILE_N, NativeConfig
+from .config import NativeConfig
 from .epilogue import Epilogue
+from .layer_config import MATH_WARPS, THREADS, TILE_N
 from .loaders import ROW_WARPS, WORDS, Loaders
 from .mathloop import MathLoop
 

@@ -33,7 +33,7 @@ class SwapEpilogue:
         per = n // 2
         channel = cx.wg * 64 + (cx.warp % 4) * 16 + cx.lane // 4
         gate, up = accs
-        if cutlass.const_expr(cfg.elem == 1 and not cfg.scaled):
+        if cutlass.const_expr(cfg.element == 1 and not cfg.block_scales):
             factor = memory.ld_f32(cx.w13_scale + Int64(expert) * 4) * memory.ld_f32(cx.x_scale)
             for v in cutlass.range_constexpr(per):
                 gate[v] = gate[v] * factor
@@ -54,16 +54,16 @@ class SwapEpilogue:
             if cutlass.const_expr(cfg.early):
                 value = value * cx.row_weight[row + cutlass.max(cutlass.min((v // 4) * 8 + 2 * (cx.lane % 4) + v % 2, count - 1), 0)]
             gate[v] = value
-        if cutlass.const_expr(cfg.scaled):
+        if cutlass.const_expr(cfg.block_scales):
             self.scale_mid(n, gate, row, count, part)
-        elif cutlass.const_expr(cfg.elem == 1):
+        elif cutlass.const_expr(cfg.element == 1):
             mid = memory.ld_f32(cx.mid_static)
             inverse = reciprocal(mid)
             for v in cutlass.range_constexpr(per):
                 gate[v] = divide(gate[v], mid, inverse)
-        target = cx.mid + (Int64(row) * cfg.intermediate + part * 128) * cfg.elem
-        self.write_rows(n, gate, self.dtype, target, cfg.intermediate * cfg.elem, count, (cfg.intermediate - part * 128) * cfg.elem)
-        self.publish(cx.control + (cfg.tags + Int64(block * cfg.tiles1 + part) * 4), count)
+        target = cx.mid + (Int64(row) * cfg.intermediate + part * 128) * cfg.element
+        self.write_rows(n, gate, self.dtype, target, cfg.intermediate * cfg.element, count, (cfg.intermediate - part * 128) * cfg.element)
+        self.publish(cx.control + (cfg.tags + Int64(block * cfg.n1 + part) * 4), count)
 
     @cute.jit
     def scale_mid(self, n: cutlass.Constexpr, value, row: Int32, count: Int32, part: Int32):
@@ -100,12 +100,12 @@ class SwapEpilogue:
         row = cx.block_row[block]
         channel = cx.wg * 64 + (cx.warp % 4) * 16 + cx.lane // 4
         factor = Float32(1.0)
-        if cutlass.const_expr(cfg.elem == 1 and not cfg.scaled):
+        if cutlass.const_expr(cfg.element == 1 and not cfg.block_scales):
             factor = memory.ld_f32(cx.w2_scale + Int64(expert) * 4) * memory.ld_f32(cx.mid_static)
         for half in cutlass.range_constexpr(2):
             acc = accs[half]
             first = part * 256 + half * 128
-            if cutlass.const_expr(cfg.elem == 1 and not cfg.scaled):
+            if cutlass.const_expr(cfg.element == 1 and not cfg.block_scales):
                 for v in cutlass.range_constexpr(n // 2):
                     acc[v] = acc[v] * factor
             if cutlass.const_expr(cfg.bias2):

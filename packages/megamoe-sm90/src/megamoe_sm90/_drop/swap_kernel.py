@@ -15,14 +15,14 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from megamoe.device import memory, regions
-from megamoe_sm90._drop.swap_config import THREADS, SwapConfig
+from megamoe_sm90._drop.layer_config import MATH_WARPS, THREADS
+from megamoe_sm90._drop.swap_config import SwapConfig
 from megamoe_sm90._drop.swap_ends import SwapEnds
 from megamoe_sm90._drop.swap_epilogue import DTYPES, SwapEpilogue
 from megamoe_sm90._drop.swap_feed import SwapFeed
 from megamoe_sm90._drop.swap_math import SwapMath
 from megamoe_sm90._drop.swap_routing import SwapRouting
 
-MATH_WARPS = 8
 WEIGHT_WARP, TOKEN_WARP, EPOCH_WARP = 8, 9, 10
 
 
@@ -84,9 +84,9 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             )
 
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        lw = cute.tile_to_shape(atom, (128, cfg.bk, cfg.stages), order=(0, 1, 2))
-        lt = cute.tile_to_shape(atom, (nt, cfg.bk, cfg.token_stages), order=(0, 1, 2))
-        lbox = cute.tile_to_shape(atom, (cfg.box_rows, cfg.bk), order=(0, 1))
+        lw = cute.tile_to_shape(atom, (128, cfg.block_k, cfg.stages), order=(0, 1, 2))
+        lt = cute.tile_to_shape(atom, (nt, cfg.block_k, cfg.token_stages), order=(0, 1, 2))
+        lbox = cute.tile_to_shape(atom, (cfg.box_rows, cfg.block_k), order=(0, 1))
         ls = cute.make_layout((nt, 1, cfg.token_stages), stride=(1, nt, cfg.scale_pitch))
         load = cpasync.CopyBulkTensorTileG2SOp()
 
@@ -94,21 +94,21 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             return cpasync.make_tiled_tma_atom(load, tensor, box, tile)
 
         weights = cute.select(lw, mode=[0, 1])
-        t13, g13 = tma(matrix(w13, self.dtype, e * 2 * i, h), weights, (128, cfg.bk))
-        t2, g2 = tma(matrix(w2, self.dtype, e * h, i), weights, (128, cfg.bk))
-        tx, gx = tma(matrix(xq, self.dtype, rows, h), lbox, (cfg.box_rows, cfg.bk))
-        tm, gm = tma(matrix(mid, self.dtype, rows, i), lbox, (cfg.box_rows, cfg.bk))
+        t13, g13 = tma(matrix(w13, self.dtype, e * 2 * i, h), weights, (128, cfg.block_k))
+        t2, g2 = tma(matrix(w2, self.dtype, e * h, i), weights, (128, cfg.block_k))
+        tx, gx = tma(matrix(xq, self.dtype, rows, h), lbox, (cfg.box_rows, cfg.block_k))
+        tm, gm = tma(matrix(mid, self.dtype, rows, i), lbox, (cfg.box_rows, cfg.block_k))
         txs, gxs, tms, gms = tx, gx, tm, gm
-        if cutlass.const_expr(cfg.scaled):
+        if cutlass.const_expr(cfg.block_scales):
             scales = cute.select(ls, mode=[0, 1])
-            txs, gxs = tma(planes(xs, cfg.k1), scales, (nt, 1))
-            tms, gms = tma(planes(mid_scale, cfg.k2), scales, (nt, 1))
+            txs, gxs = tma(planes(xs, cfg.kb1), scales, (nt, 1))
+            tms, gms = tma(planes(mid_scale, cfg.kb2), scales, (nt, 1))
 
         @cute.struct
         class Storage:
-            w: cute.struct.Align[cute.struct.MemRange[self.dtype, 128 * cfg.bk * cfg.stages], 1024]
-            t: cute.struct.Align[cute.struct.MemRange[self.dtype, nt * cfg.bk * cfg.token_stages], 1024]
-            ts: cute.struct.Align[cute.struct.MemRange[Float32, cfg.scale_pitch * cfg.token_stages if cfg.scaled else 4], 128]
+            w: cute.struct.Align[cute.struct.MemRange[self.dtype, 128 * cfg.block_k * cfg.stages], 1024]
+            t: cute.struct.Align[cute.struct.MemRange[self.dtype, nt * cfg.block_k * cfg.token_stages], 1024]
+            ts: cute.struct.Align[cute.struct.MemRange[Float32, cfg.scale_pitch * cfg.token_stages if cfg.block_scales else 4], 128]
             out: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.epilogue_bytes], 16]
             amax: cute.struct.Align[cute.struct.MemRange[Float32, nt * 8], 16]
             w_full: cute.struct.MemRange[Int64, cfg.stages]
@@ -251,7 +251,7 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             g_ms=gms,
             s_w=st.w.get_tensor(lw.outer, swizzle=lw.inner),
             s_t=st.t.get_tensor(lt.outer, swizzle=lt.inner),
-            s_ts=st.ts.get_tensor(ls) if cfg.scaled else None,
+            s_ts=st.ts.get_tensor(ls) if cfg.block_scales else None,
             s_ws=st.ws.get_tensor(cute.make_layout(cfg.stages)),
             out_bytes=st.out.data_ptr(),
             amax=st.amax.get_tensor(cute.make_layout((cfg.token_tile, 8), stride=(8, 1))),
@@ -275,12 +275,12 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         if tidx == 32 * EPOCH_WARP:
             s_misc[1] = memory.ld_relaxed(control + regions.EPOCH)
         if warp == WEIGHT_WARP:
-            for atom in (t13, t2, tx, tm) + ((txs, tms) if cfg.scaled else ()):
+            for atom in (t13, t2, tx, tm) + ((txs, tms) if cfg.block_scales else ()):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(cfg.stages):
                     # With block scales the scale's own copy arrives beside the TMA.
-                    cute.arch.mbarrier_init(cx.w_full + s, 2 if cfg.scaled else 1)
+                    cute.arch.mbarrier_init(cx.w_full + s, 2 if cfg.block_scales else 1)
                     cute.arch.mbarrier_init(cx.w_empty + s, MATH_WARPS)
                 for s in cutlass.range_constexpr(cfg.token_stages):
                     cute.arch.mbarrier_init(cx.t_full + s, 1)
@@ -296,8 +296,8 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         epoch = s_misc[1]
         cx.set(
             blocks=blocks,
-            units1=blocks * (cfg.tiles1 * cfg.k1),
-            units2=blocks * (cfg.tiles2 * cfg.k2),
+            units1=blocks * (cfg.n1 * cfg.kb1),
+            units2=blocks * (cfg.n2 * cfg.kb2),
             tag=epoch + 1,
             bank=control + regions.BANKS + Int64(epoch & 1) * cfg.bank_bytes,
         )

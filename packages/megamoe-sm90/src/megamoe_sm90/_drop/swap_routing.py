@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from megamoe.device import deadline, memory
-from megamoe_sm90._drop.swap_config import THREADS
+from megamoe_sm90._drop.layer_config import THREADS
 
 BATCH = 4  # ids in flight per thread
 

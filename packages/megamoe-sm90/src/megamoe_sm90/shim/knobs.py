@@ -130,7 +130,7 @@ def _swap_fault(problem: MoEProblem, rung: Rung) -> str:
         return str(error)
     assert isinstance(config, SwapConfig)
     # A CTA's share begins at units * cta // grid, in int32.
-    units = config.blocks * max(config.tiles1 * config.k1, config.tiles2 * config.k2)
+    units = config.blocks * max(config.n1 * config.kb1, config.n2 * config.kb2)
     most = (2**31 - 1) // SMS
     return f"{units} K blocks; allowed: {most}" if units > most else ""
 

@@ -16,7 +16,7 @@ from megamoe.ep.physical import PhysicalExperts
 from megamoe.problem import MoEProblem
 from megamoe_sm90._drop.ranks_config import AHEAD, LEAST_RING, RanksConfig
 from megamoe_sm90.shim.launch import Call, Launcher
-from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands, check_arch, ticks
+from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands, check_arch, layer_fields, ticks
 
 if TYPE_CHECKING:
     from megamoe.ep.heap import Heap
@@ -74,23 +74,12 @@ class RanksVariant:
             operands: what differs between calls or weights; its ``sms`` are the CTAs of a launch.
             delays: random waits at every step, for tests.
         """
-        form, physical = problem.activation, PhysicalExperts.of(problem.resolved_placement(ranks), problem.experts)
+        physical = PhysicalExperts.of(problem.resolved_placement(ranks), problem.experts)
         tile = choice.tile
         if tile is None:
             tile = 128 if ranks * problem.max_tokens * problem.top_k > _FULL_TILE_ROWS * problem.experts else 64
         config = RanksConfig(
-            fmt=problem.format,
-            experts=physical.width,
-            top_k=problem.top_k,
-            hidden=problem.hidden,
-            intermediate=problem.intermediate,
-            act_bf16=not operands.quantized,
-            limit=form.limit,
-            alpha=form.alpha,
-            up_bias=form.up_bias,
-            bias13=operands.b13,
-            bias2=operands.b2,
-            early=problem.routing_weight == "early",
+            **{**layer_fields(problem, operands), "experts": physical.width},
             tile_m=tile,
             rows="pool",
             sms=operands.sms,

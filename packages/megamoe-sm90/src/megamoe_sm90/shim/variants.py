@@ -13,7 +13,8 @@ from megamoe.compile import KernelRequest
 from megamoe.device import regions
 from megamoe.errors import InvalidInput
 from megamoe.problem import MoEProblem
-from megamoe_sm90._drop.config import CLAIMS, ROWS, THREADS, TILES_M, NativeConfig
+from megamoe_sm90._drop.config import CLAIMS, ROWS, TILES_M, NativeConfig
+from megamoe_sm90._drop.layer_config import THREADS
 from megamoe_sm90._drop.swap_config import TOKEN_TILES, SwapConfig
 
 ARCH = "sm_90a"
@@ -87,21 +88,7 @@ class Variant:
             operands: see :class:`Operands`.
             claims: native order only: when a CTA claims its next task.
         """
-        form = problem.activation
-        common = {
-            "fmt": problem.format,
-            "experts": problem.experts,
-            "top_k": problem.top_k,
-            "hidden": problem.hidden,
-            "intermediate": problem.intermediate,
-            "act_bf16": not operands.quantized,
-            "limit": form.limit,
-            "alpha": form.alpha,
-            "up_bias": form.up_bias,
-            "bias13": operands.b13,
-            "bias2": operands.b2,
-            "early": problem.routing_weight == "early",
-        }
+        common = layer_fields(problem, operands)
         config = (
             NativeConfig(**common, tile_m=tile, rows=rows, claims=claims, sms=operands.sms)
             if order == "native"
@@ -177,6 +164,25 @@ class Variant:
         bank = regions.bank_bytes(regions.max_blocks(self.tokens, self.config.top_k, self.config.experts, _BLOCK_TILE))
         rows = regions.pool_rows(self.tokens, self.config.top_k, self.config.experts, self.tile)
         return bank, rows, self.sms, ticks(seconds)
+
+
+def layer_fields(problem: MoEProblem, operands: Operands) -> dict[str, Any]:
+    """What a problem and its operands say of the configuration of any kernel, with all experts on this rank."""
+    form = problem.activation
+    return {
+        "fmt": problem.format,
+        "experts": problem.experts,
+        "top_k": problem.top_k,
+        "hidden": problem.hidden,
+        "intermediate": problem.intermediate,
+        "act_bf16": not operands.quantized,
+        "limit": form.limit,
+        "alpha": form.alpha,
+        "up_bias": form.up_bias,
+        "bias13": operands.b13,
+        "bias2": operands.b2,
+        "early": problem.routing_weight == "early",
+    }
 
 
 def ticks(seconds: float) -> int:
