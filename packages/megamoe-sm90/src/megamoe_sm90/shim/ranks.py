@@ -12,6 +12,7 @@ import torch
 
 from megamoe.compile import KernelRequest
 from megamoe.device import regions, wire
+from megamoe.device.wire import COMBINES, WIRES
 from megamoe.ep.physical import PhysicalExperts
 from megamoe.problem import MoEProblem
 from megamoe_sm90._drop.ranks_config import AHEAD, LEAST_RING, RanksConfig
@@ -39,14 +40,14 @@ class Choice(NamedTuple):
         tile: token rows of a tile. Else 128, or 64 where experts get few rows on average.
         ring: groups of the task stream whose rows pool and mid hold at a time, 0 for all that may come. Else what 256 MiB hold, but 4 at
             least. A ring that is larger than all that may come is no ring.
-        combine: what returns to the source of a token, one of ``wire.COMBINES``.
-        wire: how it is written, one of ``wire.WIRES``.
+        combine: what returns to the source of a token, one of ``COMBINES`` of megamoe.device.wire.
+        wire: how it is written, one of ``WIRES`` there.
     """
 
     tile: int | None = None
     ring: int | None = None
-    combine: str = wire.COMBINES[0]
-    wire: str = wire.WIRES[0]
+    combine: str = COMBINES[0]
+    wire: str = WIRES[0]
 
 
 @dataclass(frozen=True, slots=True)
