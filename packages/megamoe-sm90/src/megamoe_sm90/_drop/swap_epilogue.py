@@ -4,7 +4,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float32, Int32, Int64, Uint8
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8
 
 from megamoe.device import memory
 from megamoe_sm90._drop import swap_config as layout
@@ -159,6 +159,3 @@ class SwapEpilogue:
                 if col < cols and p * cols + col < count and seg * 16 < width:
                     w = words[None, seg, col].load()
                     memory.st_v4(target + Int64(p * cols + col) * pitch + seg * 16, w[0], w[1], w[2], w[3])
-
-
-DTYPES = {"fp8_block128": Float8E4M3FN, "fp8_tensor": Float8E4M3FN, "fp8_tensor_e5m2": Float8E5M2, "bf16": BFloat16}

@@ -111,11 +111,9 @@ class Variant:
         return KernelRequest(self.name, PACKAGES, {"order": self.order, **asdict(self.config)}, ARCH, self._build)
 
     def _build(self) -> tuple[Any, tuple[Any, ...]]:
-        if isinstance(self.config, SwapConfig):
-            from megamoe_sm90._drop.swap_kernel import kernel_and_args as build
-        else:
-            from megamoe_sm90._drop.host import kernel_and_args as build
-        kernel, arguments = build(self.config)
+        from megamoe_sm90._drop.host import kernel_and_args
+
+        kernel, arguments = kernel_and_args(self.config)
         return kernel, arguments
 
     @property
