@@ -158,11 +158,12 @@ class Sm90Backend:
 
     def kernel(self, plan: Plan, tokens: int) -> str:
         """See :class:`megamoe.tune.Tunable`."""
+        early = "pdl" if plan.knobs["pdl"] else ""
         if plan.ranks > 1:
-            return f"ranks-{ranks_plan.variant(plan.problem, plan.ranks, plan.detail).config.tile_m}"
+            return "-".join(filter(None, (f"ranks-{ranks_plan.variant(plan.problem, plan.ranks, plan.detail).config.tile_m}", early)))
         rung = next(rung for rung in plan.detail if tokens <= rung.tokens)
         claims = rung.claims if rung.claims != NATIVE_CLAIMS[0] else ""
-        return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows, claims) if part)
+        return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows, claims, early) if part)
 
     def kernels(self, plan: Plan, arch: str | None = None, *, biases: bool = False, sms: int | None = None) -> tuple[KernelRequest, ...]:
         """See :class:`megamoe.compile.Precompiles`; 132 multiprocessors unless told. Kernels in swap order suit any number of them."""

@@ -144,7 +144,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             pool_rows=pool_rows,
             wait_ms=wait_ms,
         )
-        self.kernel(given).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+        self.kernel(given).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl)
 
     @cute.kernel
     def kernel(self, g: SimpleNamespace):
@@ -175,11 +175,9 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             st.cursor.data_ptr(),
         )
 
-        epoch = launch.epoch_of(g.control)
-        bank = launch.bank_of(g.control, epoch, g.bank_bytes)
-        list_ready = g.control + regions.BANKS + Int64(g.bank_bytes) * 2
+        if cutlass.const_expr(not c.pdl):
+            epoch, bank, list_ready = self.own_counters(g)
         routes = g.tokens * c.top_k
-
         i = tidx
         while i < c.experts:
             count[i] = Int32(0)
@@ -197,6 +195,12 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 cute.arch.mbarrier_init(moved, 1)
                 cursor[0] = Int32(0)
             cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(c.pdl):
+            # Until here only what is this CTA's own. From here on all that came before on the stream is complete, for every thread:
+            # weights, activations and ids, and what the launch before this one did to the control block and the workspace. On several
+            # ranks it is also why counts of a launch reach no peer before this rank has left the launch before it.
+            cute.arch.griddepcontrol_wait()
+            epoch, bank, list_ready = self.own_counters(g)
         cute.arch.sync_threads()
         # What depends on where rows come from and go to, for the methods that one rank and several have of their own.
         self.w = SimpleNamespace(
@@ -301,9 +305,18 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 warp,
                 tidx,
             )
+            if cutlass.const_expr(c.pdl):
+                # When all CTAs of this launch have come here, and so are resident, CTAs of the next one may take the places of those that
+                # leave. They keep no rank that shares the GPU from starting: tasks end only after all CTAs of all ranks have counted.
+                cute.arch.griddepcontrol_launch_dependents()
             self.finish()
             if tidx == 0:
                 launch.leave(g.control, grid)
+
+    def own_counters(self, g):
+        """(Number of this launch, its bank of counters, row lists that are ready)."""
+        epoch = launch.epoch_of(g.control)
+        return epoch, launch.bank_of(g.control, epoch, g.bank_bytes), g.control + regions.BANKS + Int64(g.bank_bytes) * 2
 
     @cute.jit
     def count(self):

@@ -146,7 +146,7 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             lt=lt,
             ls=ls,
         )
-        self.kernel(given).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+        self.kernel(given).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=cfg.pdl)
 
     # ---------------------------------------------------------------- device side
     @cute.kernel
@@ -194,8 +194,8 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         )
 
         routes = cx.tokens * cfg.top_k
-        if tidx == 32 * EPOCH_WARP:
-            s_misc[1] = memory.ld_relaxed(cx.control + regions.EPOCH)
+        if cutlass.const_expr(not cfg.pdl):
+            self.take_epoch()
         if warp == WEIGHT_WARP:
             for atom in (cx.tma_w13, cx.tma_w2, cx.tma_x, cx.tma_m) + ((cx.tma_xs, cx.tma_ms) if cfg.block_scales else ()):
                 cpasync.prefetch_descriptor(atom)
@@ -208,6 +208,11 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
                     cute.arch.mbarrier_init(cx.t_full + s, 1)
                     cute.arch.mbarrier_init(cx.t_empty + s, MATH_WARPS)
             cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(cfg.pdl):
+            # Until here only what is this CTA's own. From here on all that came before on the stream is complete, for every thread:
+            # weights, activations and ids, and what the launch before this one did to the control block and the workspace.
+            cute.arch.griddepcontrol_wait()
+            self.take_epoch()
         cx.set(pieces=cx.tokens * (-(-cfg.hidden // 512)))
         cx.set(early=cute.make_rmem_tensor(cute.make_layout(self.piece_words()), Int32))
         if warp < MATH_WARPS:
@@ -241,7 +246,17 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             self.place_activations()
             w_stage, w_phase, t_stage, t_phase = self.run_phase(0, Int32(0), Int32(0), Int32(0), Int32(0))
             self.run_phase(1, w_stage, w_phase, t_stage, t_phase)
+            if cutlass.const_expr(cfg.pdl):
+                # CTAs of the next launch may take the place of those that leave, when all CTAs of this one have come here.
+                cute.arch.griddepcontrol_launch_dependents()
             self.sum_rows()
+
+    @cute.jit
+    def take_epoch(self):
+        """Where all threads find it once the routing is built."""
+        misc, control = self.cx.misc, self.cx.control
+        if self.cx.tidx == 32 * EPOCH_WARP:
+            misc[1] = memory.ld_relaxed(control + regions.EPOCH)
 
     @cute.jit
     def advance_epoch(self, epoch: Int32):

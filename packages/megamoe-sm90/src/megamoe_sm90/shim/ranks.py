@@ -42,12 +42,14 @@ class Choice(NamedTuple):
             least. A ring that is larger than all that may come is no ring.
         combine: what returns to the source of a token, one of ``COMBINES`` of megamoe.device.wire.
         wire: how it is written, one of ``WIRES`` there.
+        pdl: launches may begin while the one before them on the stream ends.
     """
 
     tile: int | None = None
     ring: int | None = None
     combine: str = COMBINES[0]
     wire: str = WIRES[0]
+    pdl: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class RanksVariant:
             copies=physical.copies,
             combine=choice.combine,
             wire=choice.wire,
+            pdl=choice.pdl,
             delays=delays,
         )
         config = replace(config, ring=ring_of(config) if choice.ring is None else choice.ring)

@@ -77,7 +77,18 @@ class Variant:
     sms: int
 
     @classmethod
-    def of(cls, problem: MoEProblem, order: str, tile: int, rows: str, tokens: int, operands: Operands, claims: str = CLAIMS[0]) -> Variant:
+    def of(
+        cls,
+        problem: MoEProblem,
+        order: str,
+        tile: int,
+        rows: str,
+        tokens: int,
+        operands: Operands,
+        claims: str = CLAIMS[0],
+        *,
+        pdl: bool = False,
+    ) -> Variant:
         """The kernel for a problem.
 
         Args:
@@ -87,8 +98,9 @@ class Variant:
                 the session's ``max_tokens``.
             operands: see :class:`Operands`.
             claims: native order only: when a CTA claims its next task.
+            pdl: launches may begin while the one before them on the stream ends.
         """
-        common = layer_fields(problem, operands)
+        common = {**layer_fields(problem, operands), "pdl": pdl}
         config = (
             NativeConfig(**common, tile_m=tile, rows=rows, claims=claims, sms=operands.sms)
             if order == "native"
