@@ -47,7 +47,8 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 nox.needs_version = ">=2025.2.9"
 nox.options.error_on_external_run = True
 nox.options.sessions = (
-    *("lint", "types", "build", "inspect", "minimal", "upgrade", "coexist", "wheel_tests", "tests", "compile", "compile-python", "drop"),
+    *("lint", "types", "build", "inspect", "minimal", "upgrade", "coexist", "wheel_tests", "tests"),
+    *("compile", "machine", "compile-python", "drop"),
     *(f"gpu-{arch}" for arch in ARCHS),
     "multigpu",
 )
@@ -171,8 +172,8 @@ def coexist(session: nox.Session) -> None:
 def wheel_tests(session: nox.Session, arch: str) -> None:
     """One arch wheel, brought by core's extra, in a fresh environment: its packaging and its tests that need no GPU."""
     _install_arch(session, arch)
-    compiles = f"--ignore-glob={ROOT}/tests/{arch}/test_compile*"
-    _pytest(session, *_tests("packaging/test_installed.py", *_existing(arch)), compiles, "--wheel", arch, environment="wheel")
+    others = [f"--ignore-glob={ROOT}/tests/{arch}/test_{name}*" for name in ("compile", "machine")]  # they have sessions of their own
+    _pytest(session, *_tests("packaging/test_installed.py", *_existing(arch)), *others, "--wheel", arch, environment="wheel")
 
 
 @nox.session(requires=["build"])
@@ -194,6 +195,14 @@ def compile(session: nox.Session, arch: str) -> None:
         session.skip(f"megamoe-{arch} holds no kernel yet")
     _install_arch(session, arch, "nvidia-cuda-nvdisasm")  # the tests read the machine code
     _pytest(session, *files, "-n", "2")
+
+
+@nox.session(requires=["build"])
+def machine(session: nox.Session) -> None:
+    """The sm90 wheel's kernels, run on the CPU by the tests' own machine for their PTX; needs g++ or clang++, no GPU."""
+    _install_arch(session, "sm90")
+    files = sorted(map(str, (ROOT / "tests" / "sm90").glob("test_machine*.py")))
+    _pytest(session, *_tests("machine"), *files, "-n", "2")
 
 
 def _gpus() -> list[dict[str, object]] | str:

@@ -21,11 +21,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from tests.emulation import interpreter, model_numbers  # noqa: E402
+from tests.machine.launch import configuration  # noqa: E402
 
 from megamoe import emulation  # noqa: E402
 from megamoe.emulation import load  # noqa: E402
-
-CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
 
 
 class NoStream:
@@ -129,16 +128,9 @@ class Launches:
         self.callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(self.launch)
         ctypes.CDLL(str(library)).capture_launches(self.callback)
 
-    def launch(self, configuration, _, arguments):
-        grid, block = (list((ctypes.c_uint32 * 3).from_address(configuration + at)) for at in (0, 12))
-        shared = ctypes.c_uint64.from_address(configuration + 24).value
+    def launch(self, configured, _, arguments):
+        grid, block, cluster, shared = configuration(configured)
         pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
-        cluster = (1, 1, 1)
-        attributes = ctypes.c_uint64.from_address(configuration + 40).value
-        for index in range(ctypes.c_uint32.from_address(configuration + 48).value):
-            at = attributes + 72 * index
-            if ctypes.c_uint32.from_address(at).value == CLUSTER_DIMENSION:
-                cluster = tuple((ctypes.c_uint32 * 3).from_address(at + 8))
         try:
             interpreter.launch(self.machine, self.running, pointers, grid, block[0], shared, cluster)
         except Exception as error:  # noqa: BLE001 cannot pass through the host code

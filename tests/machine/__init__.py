@@ -20,7 +20,7 @@ Accesses must lie in the CTA's shared memory or in the buffers that the launch w
 vain, the fault says at which lines of the PTX which threads wait. Faults are :class:`tests.machine.launch.MachineFault`.
 
 What bulk and tensor loads read of words that were written in the same run, without a ``fence.proxy.async`` of the writing or the reading
-warp since, arrives as poison (a box may reach over words that nobody uses; ``Ran.text`` names the first). Bulk stores and products that read
-such words of shared memory are a fault. Otherwise loads and stores happen one after the other: fences, acquire and release are not checked.
-Sums of products are float32 in order of K, where tensor cores keep fewer bits of FP8 sums.
+warp since, arrives as poison (a box may reach over words that nobody uses; ``Ran.text`` names the first). Bulk stores and products that
+read such words of shared memory are a fault. Otherwise loads and stores happen one after the other: fences, acquire and release are not
+checked. Sums of products are float32 in order of K, where tensor cores keep fewer bits of FP8 sums.
 """

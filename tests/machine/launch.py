@@ -10,11 +10,12 @@ import copy
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -214,28 +215,33 @@ def _compile(build: Callable[[], tuple[Any, tuple[Any, ...]]]) -> tuple[Any, str
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
+def configuration(address: int) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int], int]:
+    """Grid, block, cluster and dynamic shared bytes of a ``cudaLaunchConfig_t``."""
+
+    def words(at: int) -> tuple[int, int, int]:
+        return tuple((ctypes.c_uint32 * 3).from_address(at))  # type: ignore[return-value]
+
+    cluster = (1, 1, 1)
+    attributes = ctypes.c_uint64.from_address(address + 40).value
+    for index in range(ctypes.c_uint32.from_address(address + 48).value):
+        at = attributes + _ATTRIBUTE_BYTES * index
+        if ctypes.c_uint32.from_address(at).value == _CLUSTER_DIMENSION:
+            cluster = words(at + 8)
+    return words(address), words(address + 12), cluster, ctypes.c_uint64.from_address(address + 24).value
+
+
 def _capture(call: Callable[[], Any], program: Program) -> Launch:
     translated = program.translated
     launches: list[Launch] = []
 
-    def launched(configuration: int, _: int, arguments: int) -> int:
-        def words(at: int) -> tuple[int, int, int]:
-            return tuple((ctypes.c_uint32 * 3).from_address(at))  # type: ignore[return-value]
-
-        cluster = (1, 1, 1)
-        attributes = ctypes.c_uint64.from_address(configuration + 40).value
-        for index in range(ctypes.c_uint32.from_address(configuration + 48).value):
-            at = attributes + _ATTRIBUTE_BYTES * index
-            if ctypes.c_uint32.from_address(at).value == _CLUSTER_DIMENSION:
-                cluster = words(at + 8)
+    def launched(configured: int, _: int, arguments: int) -> int:
         pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
         params = bytearray(translated.params_bytes)
         for index, (offset, size) in enumerate(translated.params):
             params[offset : offset + size] = ctypes.string_at(pointers[index], size)
-        block = words(configuration + 12)
+        grid, block, cluster, shared = configuration(configured)
         assert block[1:] == (1, 1), block
-        shared = ctypes.c_uint64.from_address(configuration + 24).value
-        launches.append(program.launch(bytes(params), words(configuration), block[0], cluster, shared))
+        launches.append(program.launch(bytes(params), grid, block[0], cluster, shared))
         return 0
 
     callback = _CALLBACK(launched)
@@ -253,38 +259,49 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def _build(name: str, content: Sequence[bytes], sources: Sequence[Path], *flags: str) -> Path:
-    """A shared library, kept in a folder of this user by the digest of its sources."""
+def _kept(name: str, content: Sequence[bytes], sources: Sequence[Path], *flags: str) -> ctypes.CDLL:
+    """A library that stays in a folder of this user, by the digest of its sources."""
     digest = hashlib.sha256(repr((flags, compiler())).encode() + b"".join(content)).hexdigest()[:24]
     _FOLDER.mkdir(mode=0o700, exist_ok=True)
     path = _FOLDER / f"{name}-{digest}.so"
     if not path.exists():
         part = path.with_suffix(f".{os.getpid()}.part")
-        always = ("-w", "-ffp-contract=off", "-shared", "-fPIC", f"-I{HOST}")
-        command = [compiler() or "g++", *always, *flags, *map(str, sources), "-o", str(part)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
+        _build(part, sources, *flags)
         os.replace(part, path)
-    return path
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _build(path: Path, sources: Sequence[Path], *flags: str) -> None:
+    always = ("-w", "-ffp-contract=off", "-shared", "-fPIC", f"-I{HOST}")
+    command = [compiler() or "g++", *always, *flags, *map(str, sources), "-o", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     sources = [HOST / f"{name}.cpp" for name in _SOURCES]
     content = [path.read_bytes() for path in (*sources, *sorted(HOST.glob("*.h")))]
-    return ctypes.CDLL(str(_build("machine", content, sources, "-std=c++17", "-O3")), mode=ctypes.RTLD_GLOBAL)
+    return _kept("machine", content, sources, "-std=c++17", "-O3")
+
+
+@functools.cache
+def _kernels() -> tuple[tempfile.TemporaryDirectory[str], Iterator[int]]:
+    """Files stay as long as the process: one that had the inode of a loaded library would be taken for that library."""
+    return tempfile.TemporaryDirectory(prefix="megamoe-machine-"), itertools.count()
 
 
 def _build_kernel(translated: Translated) -> ctypes.CDLL:
     _runtime()  # it has what the kernel calls
-    headers = [path.read_bytes() for path in sorted(HOST.glob("*.h"))]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.cpp"
-        source.write_text(translated.source)
-        return ctypes.CDLL(str(_build("kernel", [translated.source.encode(), *headers], [source], "-std=c++17", "-O0")))
+    folder, numbers = _kernels()
+    library = Path(folder.name) / f"kernel{next(numbers)}.so"
+    source = library.with_suffix(".cpp")
+    source.write_text(translated.source)
+    _build(library, [source], "-std=c++17", "-O0")  # runs are short: -O1 takes longer to compile than it saves
+    return ctypes.CDLL(str(library))
 
 
 @functools.cache
 def _capture_library() -> ctypes.CDLL:
     source = Path(__file__).parents[1] / "emulation" / "host" / "capture.c"
-    return ctypes.CDLL(str(_build("capture", [source.read_bytes()], [source], "-x", "c")))
+    return _kept("capture", [source.read_bytes()], [source], "-x", "c")
