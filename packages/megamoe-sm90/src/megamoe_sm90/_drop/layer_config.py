@@ -16,8 +16,8 @@ class LayerConfig:
 
     fmt: one of FORMATS. experts: of this rank. intermediate: the width after the activation. act_bf16: x is bf16 and is quantized in the
     launch; otherwise x comes in the format's type, with x_scale. limit (None for no clamp), alpha, up_bias: the activation. bias13, bias2:
-    expert biases are there. early: routing weight applied before re-quantization. ids64: topk_ids are int64.
-    pdl: a launch may begin while the one before it on the stream ends (programmatic dependent launch).
+    expert biases are there. early: routing weight applied before re-quantization. pdl: a launch may begin while the one before it on
+    the stream ends (programmatic dependent launch).
     """
 
     fmt: str
@@ -32,7 +32,6 @@ class LayerConfig:
     bias13: bool = False
     bias2: bool = False
     early: bool = False
-    ids64: bool = False
     pdl: bool = False
 
     def __post_init__(self):

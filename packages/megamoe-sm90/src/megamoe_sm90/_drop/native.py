@@ -322,7 +322,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
     def count(self):
         """Every CTA counts all routes, so that all know where each expert's rows go."""
         c, w = self.c, self.w
-        routing.count_routes(w.ids, w.routes, c.experts, c.ids64, w.counts, w.control, w.tidx, THREADS)
+        routing.count_routes(w.ids, w.routes, c.experts, w.counts, w.control, w.tidx, THREADS)
         cute.arch.sync_threads()
         if w.warp == 0:
             routing.block_prefix(w.counts, w.base, c.experts, c.tile_m, w.lane)
@@ -406,7 +406,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             w.ids,
             w.routes,
             c.experts,
-            c.ids64,
             c.tile_m,
             w.counts,
             w.base,
@@ -445,7 +444,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             experts,
             c.top_k,
             c.hidden,
-            c.ids64,
             not c.early,
             w.bidx * MATH_WARPS + w.warp,
             w.grid * MATH_WARPS,

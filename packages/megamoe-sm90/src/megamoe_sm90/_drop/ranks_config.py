@@ -37,8 +37,6 @@ class RanksConfig(NativeConfig):
             found.append(f"rows={self.rows!r}; allowed: 'pool' on several ranks")
         if self.wire != "bf16" and not self.grouped:
             found.append(f"wire={self.wire!r}; allowed: 'bf16' with combine 'routes'")
-        if self.ids64:
-            found.append("ids64 is set; allowed: int32 ids on several ranks")
         if self.ring < LEAST_RING and self.ring != 0:
             found.append(f"ring={self.ring}; allowed: 0, or {LEAST_RING} or more")
         if not 1 <= self.most < wire.MOST_ROUTES:

@@ -27,7 +27,7 @@ class SwapRouting:
             loaded = []
             for j in cutlass.range_constexpr(BATCH):
                 r = cutlass.min(first + j * THREADS, routes - 1)
-                loaded.append(memory.ld_i64(cx.ids + Int64(r) * 8) if cfg.ids64 else memory.ld_i32(cx.ids + Int64(r) * 4))
+                loaded.append(memory.ld_i32(cx.ids + Int64(r) * 4))
             for j in cutlass.range_constexpr(BATCH):
                 r = first + j * THREADS
                 if r < routes:
