@@ -112,15 +112,14 @@ class Order:
 
     Args:
         kept: memory that the launches of several runs share, by name: torch tensors or (address, bytes). All else is new in every run.
+        loose: where words may be read while they are written, because nobody uses what is read: it arrives as poison.
     """
 
-    def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, kept: Mapping[str, Any] | None = None, loose: Iterable[Any] = ()) -> None:
         self._names = {name: _interval(each) for name, each in (kept or {}).items() if each is not None}
-        spans = list(self._names.values())
-        table = (ctypes.c_uint64 * (2 * len(spans)))(*(word for span in spans for word in span))
         new, free = _runtime().order_new, _runtime().order_free
         new.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-        self.handle = new(table, len(spans))
+        self.handle = new(*_table(list(self._names.values())), *_table([_interval(each) for each in loose]))
         weakref.finalize(self, free, self.handle)
 
     def named(self, text: str) -> str:
@@ -157,11 +156,11 @@ def run(
         at.shared_bytes, at.smids = launch.shared_bytes, launch.grid[0] * launch.grid[1] * launch.grid[2]
         at.stop_after, at.start = launch.stop_after, launch.start
     intervals = _intervals(buffers)
-    table = (ctypes.c_uint64 * (2 * len(intervals)))(*(word for interval in intervals for word in interval))
+    table, count = _table(intervals)
     statistics, text = (ctypes.c_uint64 * 3)(), ctypes.create_string_buffer(1 << 16)
     limits = (ctypes.c_uint64(seed), ctypes.c_uint64(most_idle))
     limits = (*limits, ctypes.c_void_p(order.handle if order else None))
-    failed = _runtime().machine_run(given, len(given), table, len(intervals), *limits, statistics, text, ctypes.c_uint64(len(text)))
+    failed = _runtime().machine_run(given, len(given), table, count, *limits, statistics, text, ctypes.c_uint64(len(text)))
     if failed:
         raise MachineFault(order.named(text.value.decode()) if order else text.value.decode())
     return Ran(*statistics, text.value.decode())
@@ -169,6 +168,10 @@ def run(
 
 def _interval(buffer: Any) -> tuple[int, int]:
     return buffer if isinstance(buffer, tuple) else (buffer.data_ptr(), buffer.numel() * buffer.element_size())
+
+
+def _table(spans: Sequence[tuple[int, int]]) -> tuple[ctypes.Array[ctypes.c_uint64], int]:
+    return (ctypes.c_uint64 * (2 * len(spans)))(*(word for span in spans for word in span)), len(spans)
 
 
 def _intervals(buffers: Iterable[Any]) -> list[tuple[int, int]]:

@@ -100,9 +100,9 @@ static void send(Thread* thread, Pending&& p) {
 }
 
 /* What a load may not see yet arrives as poison: a box may reach over what nobody uses. */
-static void hide(Thread* t, Pending& p, char* to, u64 address, u32 size, Cta* owner) {
+static void hide(Pending& p, char* to, const std::vector<u32>& offsets, u32 size, Cta* owner) {
   static const char poison[GRANULE] = {-1, -1, -1, -1};
-  for (u32 offset : unseen(fiber(t), (void*)address, size, nullptr)) {
+  for (u32 offset : offsets) {
     p.pieces.push_back({to + offset, poison});
     p.sizes.push_back(size - offset < GRANULE ? size - offset : GRANULE);
     p.owners.push_back(owner);
@@ -135,11 +135,12 @@ void bulk_load(Thread* t, u64 shared, u64 global, u32 size, u64 barrier, u32 mul
     p.pieces.push_back({shared_of(fiber(t), in_rank(shared, rank), size, &cta), (const char*)global});
     p.sizes.push_back(size);
     p.owners.push_back(cta);
-    hide(t, p, p.pieces.back().first, global, size, cta);
+    char* to = p.pieces.back().first;
+    hide(p, to, unseen(fiber(t), (void*)global, size, nullptr), size, cta);
     Cta* owner = cta;
     char* at = shared_of(fiber(t), multicast ? in_rank(barrier, rank) : barrier, 8, &cta);
-    order_copy(fiber(t), (void*)global, size, false, nullptr, BULK_LOAD, at, cta);
-    order_copy(fiber(t), p.pieces.back().first, size, true, owner, BULK_LOAD, at, cta);
+    hide(p, to, order_copy(fiber(t), (void*)global, size, false, nullptr, BULK_LOAD, at, cta), size, owner);
+    order_copy(fiber(t), to, size, true, owner, BULK_LOAD, at, cta);
     p.barriers.push_back({at, size});
     p.ctas.push_back(cta);
   }
@@ -242,11 +243,11 @@ void tensor_load(Thread* t, int rank, u64 shared, u64 map, const s32* corner, u6
       char* place = shared_of(fiber(t), in_rank(to, r), CHUNK, &owner);
       if (have) {
         p.pieces.push_back({place, (const char*)address}), p.sizes.push_back(have), p.owners.push_back(owner);
-        hide(t, p, place, address, have, owner);
+        hide(p, place, unseen(fiber(t), (void*)address, have, nullptr), have, owner);
       }
       Cta* counts;
       const char* at = shared_of(fiber(t), multicast ? in_rank(barrier, r) : barrier, 8, &counts);
-      if (have) order_copy(fiber(t), (void*)address, have, false, nullptr, BULK_LOAD, at, counts);
+      if (have) hide(p, place, order_copy(fiber(t), (void*)address, have, false, nullptr, BULK_LOAD, at, counts), have, owner);
       order_copy(fiber(t), place, CHUNK, true, owner, BULK_LOAD, at, counts);
       if (have < CHUNK) p.pieces.push_back({place + have, nullptr}), p.sizes.push_back(CHUNK - have), p.owners.push_back(owner);
     }

@@ -22,8 +22,7 @@ void* global_at(Thread* t, u64 address, u32 size, bool write, u32 how) {
     generic_write(fiber(t), (void*)address, size, nullptr);
   }
   pause_sometimes(fiber(t));
-  order_access(fiber(t), (void*)address, size, write, how, nullptr);
-  return (void*)address;
+  return order_access(fiber(t), (void*)address, size, write, how, nullptr);
 }
 
 char* shared_of(Fiber* t, u64 address, u32 size, Cta** whose) {
@@ -44,8 +43,7 @@ void* shared_at(Thread* t, u64 address, u32 size, bool write, u32 how) {
   char* at = shared_of(fiber(t), address, size, &cta);
   if (write) generic_write(fiber(t), at, size, cta);
   pause_sometimes(fiber(t));
-  order_access(fiber(t), at, size, write, how, cta);
-  return at;
+  return order_access(fiber(t), at, size, write, how, cta);
 }
 
 void* generic_at(Thread* t, u64 address, u32 size, bool write, u32 how) {

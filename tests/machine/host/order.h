@@ -24,6 +24,7 @@ struct Releases { /* that an observer of some word or barrier synchronizes with 
 struct Access {
   u32 who, time; /* who 0: none */
   u32 line : 23, write : 1, scope : 3, bytes : 4; /* scope 0: weak */
+  u32 converged; /* reads of shared memory: which convergence of its warp comes next; else 0 */
 };
 
 struct Cell { /* accesses to a granule that may still conflict with later ones */
@@ -31,11 +32,13 @@ struct Cell { /* accesses to a granule that may still conflict with later ones *
   u32 more; /* index of the list of the others, 0: there are none */
 };
 
-struct Place { u32 gpu, cta, thread; const char* what; }; /* of an actor; `cta` is unique among GPUs */
+struct Place { u32 gpu, cta, thread; const char* what; u32 warp; }; /* of an actor; `cta` is unique among GPUs, `warp` is Actor::warp */
 
 struct Actor { /* a thread; it goes on in the thread of the same place of its GPU's next launch */
   u32 who, gpu, cta, time = 1;
   Clock clock;
+  u32 strong = 0, stores = 0;  /* actor of its relaxed stores, and how many there have been */
+  u32 warp = 0, converged = 0; /* actor of what lanes of its warp have read of shared memory, and how often they have converged */
   std::vector<Release> seen; /* by relaxed loads: a fence synchronizes with them */
   Release fences[5] = {};    /* the latest fence of each scope */
   u32 copies = 0, copied = 0;              /* actor of its cp.async, and how many there have been */
@@ -50,8 +53,8 @@ struct Phase { /* of an mbarrier */
 };
 
 struct Order {
-  struct Kept { u64 begin, end; };
-  std::vector<Kept> kept;
+  struct Interval { u64 begin, end; };
+  std::vector<Interval> kept, loose;
   std::vector<Place> places{{}};
   std::map<std::pair<u32, u32>, std::vector<std::unique_ptr<Actor>>> actors; /* by GPU and CTA */
   std::map<std::pair<u32, u32>, u32> ctas;
@@ -62,5 +65,7 @@ struct Order {
   std::vector<std::vector<Access>> lists{1};
   std::vector<u32> free_lists;
   u64 versions = 0;
+  struct Same { u64 at; u32 bytes, before; std::string race; };
+  std::vector<Same> same; /* what is a race unless a write that is about to happen leaves the bytes as they are */
   std::set<std::string> races;
 };

@@ -182,9 +182,10 @@ Machine::Buffer* buffer_of(u64 address, u64 size);
 /* order.cpp; addresses are of this process, and nothing happens where order is not checked. */
 void order_begin(Launch*);
 void order_end();
-void order_access(Fiber*, const void* at, u32 size, bool write, u32 how, Cta* shared);
+void* order_access(Fiber*, void* at, u32 size, bool write, u32 how, Cta* shared); /* where to access instead: poison */
 enum Copying { BULK_LOAD, CP_ASYNC, BULK_STORE };
-void order_copy(Fiber*, const void* at, u32 size, bool write, Cta* shared, Copying, const char* barrier = nullptr, Cta* of = nullptr);
+/* Offsets of granules that arrive as poison. */
+std::vector<u32> order_copy(Fiber*, const void* at, u32 size, bool write, Cta* shared, Copying, const char* barrier = nullptr, Cta* of = nullptr);
 void order_copies_next(Fiber*); /* cp.async: the accesses of one have been told */
 void order_copies_commit(Fiber*);
 void order_copies_wait(Fiber*, s64 groups);
@@ -192,6 +193,7 @@ void order_copies_arrive(Fiber*, char* barrier);
 void order_stores_commit(Fiber*);
 void order_stores_wait(Fiber*, u32 groups, bool read);
 void order_together(const std::vector<Fiber*>&, Releases* others = nullptr); /* all of them are at a barrier */
+void order_converge(Fiber*); /* all lanes of its warp come here */
 void order_release(Fiber*, Releases&);
 void order_acquire(Fiber*, const Releases&);
 void order_init(Fiber*, char* barrier, Cta*);

@@ -22,6 +22,7 @@ static Meeting* meet(Thread* thread, u32 mask, u64 value, u32 second, bool order
   found->value[t->lane] = value;
   found->second[t->lane] = second;
   found->who[t->lane] = t;
+  if (mask == ~0u) order_converge(t);
   if (found->arrived == mask) {
     if (orders) {
       std::vector<Fiber*> all;
