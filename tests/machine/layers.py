@@ -230,7 +230,10 @@ class Ranks:
         loose = []
         if combine == "routes":  # sums of fewer columns or slots read the first words of the inbox, whatever they are
             loose = [(self.region(heap, "inbox").data_ptr(), 16) for heap in self.heaps]
-        self.races = Order(self.named, loose) if races else None
+        named = self.named
+        if self.variant.config.span:  # a copy of a row looks afterwards whether the row was still there
+            loose += [place for name, place in named.items() if name.startswith("pool")]
+        self.races = Order(named, loose) if races else None
 
     def region(self, heap: torch.Tensor, name: str) -> torch.Tensor:
         """A region of a rank's symmetric memory."""

@@ -278,7 +278,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
   M->most_idle = most_idle;
   M->order = order;
   current = nullptr;
-  for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1], {}, {}});
+  for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1], {}, {}, false});
   std::sort(M->buffers.begin(), M->buffers.end(), [](auto& a, auto& b) { return a.begin < b.begin; });
   const u64 origin = M->clock;
   for (u32 n = 0; n < count; n++) {

@@ -12,8 +12,8 @@ strong with scopes that reach, and neither before the other. It is no race
   PTX does not say so, but a warp's accesses to shared memory happen in order, and libraries rely on it. It does not hold for what they write;
 - to read, in an interval that was said to be loose, what is written at the same time: such words arrive as poison.
 
-The products of wgmma, ldmatrix, stmatrix and copies from shared memory to shared memory are left out. So is what is read of a buffer before
-the first write to it. */
+The products of wgmma, ldmatrix, stmatrix and copies from shared memory to shared memory are left out. So is what is read of a buffer that no
+other run knows before the first write to it. */
 #include <string.h>
 #include <algorithm>
 #include "state.h"
@@ -122,11 +122,11 @@ static std::string name(const Access& x) {
 static void race(const Access& old, const Access& now, u64 address, Cta* shared, bool same = false) {
   auto& races = M->order->races;
   const Place &a = M->order->places[old.who], &b = M->order->places[now.who];
-  const std::string key = format("\n  lines %u and %u%s", old.line, now.line, a.gpu != b.gpu ? ", between GPUs" : a.cta != b.cta ? ", between CTAs" : "");
+  const std::string key = format("\n  lines %u and %u%s", old.line, now.line, a.gpu != b.gpu ? ", between GPUs" : a.cta != b.cta ? ", between CTAs" : "") + ": ";
   auto next = races.lower_bound(key); /* one of a kind */
-  if (races.size() > 40 || (next != races.end() && next->compare(0, key.size() + 1, key + ":") == 0)) return;
+  if (races.size() > 40 || (next != races.end() && next->compare(0, key.size(), key) == 0)) return;
   const std::string where = shared ? format("shared offset %d", (int)(address - (u64)shared->shared - SHARED_BEGIN)) : format("@%#llx", (unsigned long long)address);
-  const std::string text = key + ": " + name(old) + "; " + name(now) + "; at " + where;
+  const std::string text = key + name(old) + "; " + name(now) + "; at " + where;
   if (!same) {
     races.insert(text);
     return;
@@ -225,7 +225,7 @@ static std::vector<u32> touch(const Actor& a, const void* to, u32 size, Access n
     if (!buffer) return hidden;
     cells = &buffer->cells, begin = buffer->begin;
     if (cells->empty()) {
-      if (!now.write) return hidden;
+      if (!now.write && !buffer->kept) return hidden;
       cells->resize(buffer->end / GRANULE - buffer->begin / GRANULE + 1);
     }
   }
@@ -427,6 +427,7 @@ void order_begin(Launch* launch) {
   if (!launch) { /* the run begins */
     o.races.clear();
     for (auto& buffer : M->buffers) {
+      buffer.kept = std::any_of(o.kept.begin(), o.kept.end(), [&](auto& k) { return k.begin <= buffer.begin && buffer.begin < k.end; });
       auto found = o.cells.find(buffer.begin);
       if (found == o.cells.end()) continue;
       if (found->second.size() == buffer.end / GRANULE - buffer.begin / GRANULE + 1) buffer.cells = std::move(found->second);

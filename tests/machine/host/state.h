@@ -149,7 +149,7 @@ struct Machine {
   std::vector<Fiber*> ready, pollers, sleepers;
   std::vector<Pending> pending;
   std::unordered_map<char*, std::vector<Fiber*>> barrier_waiters;
-  struct Buffer { u64 begin, end; std::vector<Written> written; std::vector<Cell> cells; };
+  struct Buffer { u64 begin, end; std::vector<Written> written; std::vector<Cell> cells; bool kept = false; };
   std::vector<Buffer> buffers;
   std::vector<ProxyFences> fences;
   Order* order = nullptr;
