@@ -75,6 +75,15 @@ def test_quantized_activations_end_in_the_bytes_of_bf16_ones(format, kernel):
         assert same_bytes(plain.run(inputs, seed=number), quantized.run(inputs._replace(x=x), x_scale=scale, seed=number + 50))
 
 
+def test_small_tiles_around_a_large_one_do_not_share_their_maxima():
+    """Both warpgroups have half of a row's channels where a tile has few rows, and swap maxima; where it has many they do not meet."""
+    problem = MoEProblem(experts=3, top_k=1, hidden=256, intermediate=128, max_tokens=130, format="fp8_block128")
+    layer = OneRank(problem, "native", 128, "pool", grid=1, races=True)
+    inputs = inputs_of(problem, 130, "balanced", seed=0)
+    ids = torch.tensor([0] * 20 + [1] * 90 + [2] * 20, dtype=torch.int32)[:, None]
+    assert not layer.judge(inputs._replace(topk_ids=ids), layer.run(inputs._replace(topk_ids=ids)))
+
+
 @pytest.fixture
 def layer():
     return OneRank(problem_of(), "native", 128, "pool", grid=3, deadline=0.05)

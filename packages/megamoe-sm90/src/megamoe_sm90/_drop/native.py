@@ -681,7 +681,8 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 pool_rows,
                 exchange,
             )
-            flip = flip ^ 1
+            if cutlass.const_expr(part.split):  # a full tile meets nobody: its turn would hand the words of the tile before to the next one
+                flip = flip ^ 1
         else:
             self.fc2(part, part.accs, e, n, valid, routes, lane, mid_static, w2_scale, b2, stage_out)
         return stage, phase, flip
