@@ -12,11 +12,11 @@ import functools
 import hashlib
 import itertools
 import os
+import re
 import shutil
 import subprocess
-import re
-import weakref
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,9 +132,7 @@ class Order:
         return re.sub(r"@(0x[0-9a-f]+)", name, text)
 
 
-def run(
-    launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, most_idle: int = 200_000, order: Order | None = None
-) -> Ran:
+def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, most_idle: int = 200_000, order: Order | None = None) -> Ran:
     """Run launches together, their CTAs all resident, until all have ended.
 
     Args:

@@ -1,4 +1,4 @@
-"""Happens-before on the machine by small kernels of its own: a message in every form that orders it, and in forms that look alike and do not."""
+"""Happens-before on the machine by small kernels: a message in every form that orders it, and in forms that look alike and do not."""
 
 from __future__ import annotations
 
@@ -126,12 +126,21 @@ RIGHT = {
         BETWEEN_CTAS,
         message(RELEASE + "\nbar.warp.sync -1;\n@%second atom.relaxed.gpu.global.add.s32 %r9, [%flag], 1;", ACQUIRE),
     ),
-    "other lanes' data": (BETWEEN_CTAS, message("bar.warp.sync -1;\n" + RELEASE, ACQUIRE, before=BOTH, after="@%first ld.global.b32 %r5, [%data+4];")),
+    "other lanes' data": (
+        BETWEEN_CTAS,
+        message("bar.warp.sync -1;\n" + RELEASE, ACQUIRE, before=BOTH, after="@%first ld.global.b32 %r5, [%data+4];"),
+    ),
     "for other lanes": (BETWEEN_CTAS, message(RELEASE, ACQUIRE + "bar.warp.sync -1;", after=OTHER_READS)),
     "for the CTA": (BETWEEN_CTAS, message("bar.sync 0;\n" + RELEASE, ACQUIRE + "bar.sync 0;", before=BOTH, after=OTHER_READS)),
     "bulk store": (BETWEEN_CTAS, message(RELEASE, ACQUIRE, before=BULK.replace("WAIT", "cp.async.bulk.wait_group 0;"))),
-    "the same value": (BETWEEN_CTAS, message("", "", before="st.global.b32 [%data], 0;", after="mov.b32 %r5, 0;\nst.global.b32 [%data], 0;")),
-    "the flag itself": (BETWEEN_CTAS, message(STORE.format("relaxed.gpu"), polled(LOAD.format("relaxed.gpu")), before="", after="@%first ld.global.b32 %r5, [%flag];")),
+    "the same value": (
+        BETWEEN_CTAS,
+        message("", "", before="st.global.b32 [%data], 0;", after="mov.b32 %r5, 0;\nst.global.b32 [%data], 0;"),
+    ),
+    "the flag itself": (
+        BETWEEN_CTAS,
+        message(STORE.format("relaxed.gpu"), polled(LOAD.format("relaxed.gpu")), before="", after="@%first ld.global.b32 %r5, [%flag];"),
+    ),
 }
 
 WRONG = {
@@ -160,13 +169,23 @@ WRONG = {
         BETWEEN_CTAS,
         message(RELEASE, ACQUIRE + "vote.sync.ballot.b32 %r9, %first, -1;", after=OTHER_READS),
     ),
-    "no barrier of the CTA": (BETWEEN_CTAS | {"block": 64}, message("@%p9 bra $L__BB0_9;\n" + RELEASE, ACQUIRE, before="setp.eq.b32 %p8, %tid, 32;\nsetp.ne.b32 %p9, 0, 0;\n@%p8 st.global.b32 [%data], 7;")),
+    "no barrier of the CTA": (
+        BETWEEN_CTAS | {"block": 64},
+        message(
+            "@%p9 bra $L__BB0_9;\n" + RELEASE,
+            ACQUIRE,
+            before="setp.eq.b32 %p8, %tid, 32;\nsetp.ne.b32 %p9, 0, 0;\n@%p8 st.global.b32 [%data], 7;",
+        ),
+    ),
     "bulk store that was only read": (
         BETWEEN_CTAS,
         message(RELEASE, ACQUIRE, before=BULK.replace("WAIT", "cp.async.bulk.wait_group.read 0;")),
     ),
     "nothing at all": (BETWEEN_CTAS, message("", "")),
-    "two values": (BETWEEN_CTAS, message("", "", before="@%first st.global.b32 [%data], 1;", after="mov.b32 %r5, 0;\n@%first st.global.b32 [%data], 2;")),
+    "two values": (
+        BETWEEN_CTAS,
+        message("", "", before="@%first st.global.b32 [%data], 1;", after="mov.b32 %r5, 0;\n@%first st.global.b32 [%data], 2;"),
+    ),
 }
 
 

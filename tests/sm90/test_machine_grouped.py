@@ -96,7 +96,7 @@ CASES = {
 def test_sums_have_the_bits_of_an_independent_computation_launch_after_launch(case):
     ranks, more, kernel = CASES[case]
     problem = problem_of(**more)
-    layer = Ranks(problem, ranks, grid=2, combine="grouped", **kernel)
+    layer = Ranks(problem, ranks, grid=2, combine="grouped", races=True, **kernel)
     rng = random.Random(case)
     for number, pattern in enumerate(routing.PATTERNS):
         tokens = [rng.choice((0, 1, 17, 40)) for _ in range(ranks)]

@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize(("problem", "kernel", "more"), CASES.values(), ids=CASES)
 def test_every_call_is_right_and_repeats_its_bytes(problem, kernel, more):
-    layer = OneRank(problem_of(**problem), "native", *kernel, **more)
+    layer = OneRank(problem_of(**problem), "native", *kernel, races=True, **more)
     for number, (pattern, tokens) in enumerate(CALLS):
         inputs = inputs_of(layer.problem, tokens, pattern, seed=number)
         out = layer.run(inputs, seed=2 * number)

@@ -42,7 +42,7 @@ CASES = {
 
 @pytest.mark.parametrize(("ranks", "problem", "more"), CASES.values(), ids=CASES)
 def test_every_routing_is_right_launch_after_launch(ranks, problem, more):
-    layer = Ranks(problem_of(**problem), ranks, **more)
+    layer = Ranks(problem_of(**problem), ranks, races=True, **more)
     number = 0
     for pattern in routing.PATTERNS:
         for inputs in calls(layer, pattern, number):
