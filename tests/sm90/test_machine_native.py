@@ -37,10 +37,10 @@ def problem_of(**more):
 
 
 CASES = {
-    "block128, 128 rows through the pool": ({}, (128, "pool"), {"grid": 3}),
+    "block128, 128 rows through the pool": ({}, (128, "pool"), {"grid": 3, "races": True}),
     "block128, 128 rows through the pool, late claims": ({}, (128, "pool", "late"), {"grid": 3}),
     "bf16, 64 rows gathered, late claims, one K block": ({"format": "bf16", "hidden": 64, "intermediate": 64}, (64, "gather", "late"), {}),
-    "block128, 64 rows gathered, one K block": ({"hidden": 128, "intermediate": 128}, (64, "gather"), {}),
+    "block128, 64 rows gathered, one K block": ({"hidden": 128, "intermediate": 128}, (64, "gather"), {"races": True}),
     "block128, 128 rows gathered, early": ({"routing_weight": "early"}, (128, "gather"), {}),
     "bf16, partial tiles, biases": (
         {"format": "bf16", "hidden": 320, "intermediate": 192, "activation": OAI},
@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize(("problem", "kernel", "more"), CASES.values(), ids=CASES)
 def test_every_call_is_right_and_repeats_its_bytes(problem, kernel, more):
-    layer = OneRank(problem_of(**problem), "native", *kernel, races=True, **more)
+    layer = OneRank(problem_of(**problem), "native", *kernel, **more)
     for number, (pattern, tokens) in enumerate(CALLS):
         inputs = inputs_of(layer.problem, tokens, pattern, seed=number)
         out = layer.run(inputs, seed=2 * number)

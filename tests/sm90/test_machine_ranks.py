@@ -33,16 +33,16 @@ def calls(layer, pattern, first):
 
 
 CASES = {
-    "2 ranks, block128": (2, {}, {}),
+    "2 ranks, block128": (2, {}, {"races": True}),
     "2 ranks, bf16, 64-row tiles, biases, delays": (2, {"format": "bf16"}, {"tile": 64, "biases": ("b13", "b2"), "delays": True}),
-    "4 ranks, block128, several copies of experts": (4, {"placement": REDUNDANT}, {"grid": 2}),
+    "4 ranks, block128, several copies of experts": (4, {"placement": REDUNDANT}, {"grid": 2, "races": True}),
     "3 ranks, tensor scales, early": (3, {"format": "fp8_tensor", "routing_weight": "early", "experts": 9}, {"grid": 2}),
 }
 
 
 @pytest.mark.parametrize(("ranks", "problem", "more"), CASES.values(), ids=CASES)
 def test_every_routing_is_right_launch_after_launch(ranks, problem, more):
-    layer = Ranks(problem_of(**problem), ranks, races=True, **more)
+    layer = Ranks(problem_of(**problem), ranks, **more)
     number = 0
     for pattern in routing.PATTERNS:
         for inputs in calls(layer, pattern, number):
