@@ -575,7 +575,8 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 w.pool_rows,
                 exchange,
             )
-            flip = flip ^ 1
+            if cutlass.const_expr(part.split):  # a full tile meets nobody: its turn would hand the words of the tile before to the next one
+                flip = flip ^ 1
         else:
             self.fc2(part, part.accs, e, n, valid, routes, lane, w.mid_static, w.w2_scale, w.b2, w.stage)
         return stage, phase, flip
