@@ -24,6 +24,7 @@ import pytest
 
 from megamoe.emulation import load
 
+from .operands import Functions
 from .translate import Translated, translate
 
 HOST = Path(__file__).parent / "host"
@@ -123,7 +124,7 @@ def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, mo
     table = (ctypes.c_uint64 * (2 * len(intervals)))(*(word for interval in intervals for word in interval))
     statistics, text = (ctypes.c_uint64 * 3)(), ctypes.create_string_buffer(1 << 16)
     limits = (ctypes.c_uint64(seed), ctypes.c_uint64(most_idle))
-    failed = _runtime().machine_run(given, len(given), table, len(intervals), *limits, statistics, text, ctypes.c_uint64(len(text)))
+    failed = runtime().machine_run(given, len(given), table, len(intervals), *limits, statistics, text, ctypes.c_uint64(len(text)))
     if failed:
         raise MachineFault(text.value.decode())
     return Ran(*statistics, text.value.decode())
@@ -144,15 +145,17 @@ def _intervals(buffers: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 class Program:
-    """The one kernel of a PTX module, translated and built.
+    """A kernel of a PTX module, translated and built.
 
     Args:
         ptx: the module.
+        functions: what the kernel may call; a library that has them must be loaded.
+        threads: of a CTA of the kernel; 0: the module has no other.
     """
 
-    def __init__(self, ptx: str) -> None:
+    def __init__(self, ptx: str, functions: Functions | None = None, threads: int = 0) -> None:
         self.ptx = ptx
-        self.translated = translate(ptx)
+        self.translated = translate(ptx, functions, threads)
         self._library = _build_kernel(self.translated)
         self.address = ctypes.cast(self._library.kernel, ctypes.c_void_p).value or 0
 
@@ -160,6 +163,16 @@ class Program:
         """A launch with a parameter block as ``Translated.params`` lays it out."""
         assert len(params) == self.translated.params_bytes, (len(params), self.translated.params)
         return Launch(self.address, params, grid, block, cluster, self.translated.static_bytes + dynamic_shared)
+
+    def captured(self, configured: int, arguments: int) -> Launch:
+        """The launch of a ``cudaLaunchConfig_t`` and pointers to the parameters."""
+        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
+        params = bytearray(self.translated.params_bytes)
+        for index, (offset, size) in enumerate(self.translated.params):
+            params[offset : offset + size] = ctypes.string_at(pointers[index], size)
+        grid, block, cluster, shared = configuration(configured)
+        assert block[1:] == (1, 1), block
+        return self.launch(bytes(params), grid, block[0], cluster, shared)
 
 
 class Kernel:
@@ -231,17 +244,10 @@ def configuration(address: int) -> tuple[tuple[int, int, int], tuple[int, int, i
 
 
 def _capture(call: Callable[[], Any], program: Program) -> Launch:
-    translated = program.translated
     launches: list[Launch] = []
 
     def launched(configured: int, _: int, arguments: int) -> int:
-        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
-        params = bytearray(translated.params_bytes)
-        for index, (offset, size) in enumerate(translated.params):
-            params[offset : offset + size] = ctypes.string_at(pointers[index], size)
-        grid, block, cluster, shared = configuration(configured)
-        assert block[1:] == (1, 1), block
-        launches.append(program.launch(bytes(params), grid, block[0], cluster, shared))
+        launches.append(program.captured(configured, arguments))
         return 0
 
     callback = _CALLBACK(launched)
@@ -259,7 +265,7 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def _kept(name: str, content: Sequence[bytes], sources: Sequence[Path], *flags: str) -> ctypes.CDLL:
+def kept(name: str, content: Sequence[bytes], sources: Sequence[Path], *flags: str) -> ctypes.CDLL:
     """A library that stays in a folder of this user, by the digest of its sources."""
     digest = hashlib.sha256(repr((flags, compiler())).encode() + b"".join(content)).hexdigest()[:24]
     _FOLDER.mkdir(mode=0o700, exist_ok=True)
@@ -279,10 +285,11 @@ def _build(path: Path, sources: Sequence[Path], *flags: str) -> None:
 
 
 @functools.cache
-def _runtime() -> ctypes.CDLL:
+def runtime() -> ctypes.CDLL:
+    """The machine itself, which kernels and what they call find in this process."""
     sources = [HOST / f"{name}.cpp" for name in _SOURCES]
     content = [path.read_bytes() for path in (*sources, *sorted(HOST.glob("*.h")))]
-    return _kept("machine", content, sources, "-std=c++17", "-O3")
+    return kept("machine", content, sources, "-std=c++17", "-O3")
 
 
 @functools.cache
@@ -292,7 +299,7 @@ def _kernels() -> tuple[tempfile.TemporaryDirectory[str], Iterator[int]]:
 
 
 def _build_kernel(translated: Translated) -> ctypes.CDLL:
-    _runtime()  # it has what the kernel calls
+    runtime()  # it has what the kernel calls
     folder, numbers = _kernels()
     library = Path(folder.name) / f"kernel{next(numbers)}.so"
     source = library.with_suffix(".cpp")
@@ -303,5 +310,5 @@ def _build_kernel(translated: Translated) -> ctypes.CDLL:
 
 @functools.cache
 def _capture_library() -> ctypes.CDLL:
-    source = Path(__file__).parents[1] / "emulation" / "host" / "capture.c"
-    return _kept("capture", [source.read_bytes()], [source], "-x", "c")
+    source = HOST / "capture.c"
+    return kept("capture", [source.read_bytes()], [source], "-x", "c")

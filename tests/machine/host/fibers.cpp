@@ -61,7 +61,7 @@ static void* prepare(char* stack, void (*entry)()) {
 }
 #endif
 
-static Fiber* current;
+Thread* running;
 
 u32 random_number() {
   M->state += 0x9E3779B97F4A7C15ull;
@@ -89,8 +89,8 @@ std::string place_of(Thread* thread) {
 void fail_at(const std::string& what) {
   M->fault = what;
   M->failed = true;
-  if (!current) throw what;
-  Fiber* t = current;
+  if (!running) throw what;
+  Fiber* t = fiber(running);
   megamoe_switch(&t->context, scheduler);
   __builtin_unreachable();
 }
@@ -135,7 +135,7 @@ static void finish(Fiber* t) {
 }
 
 static void entry() {
-  Fiber* t = current;
+  Fiber* t = fiber(running);
   t->of->launch->kernel(t);
   finish(t);
   stacks.push_back(t->stack);
@@ -162,10 +162,10 @@ static void resume(Fiber* t) {
     stacks.pop_back();
     t->context = prepare((char*)t->stack, entry);
   }
-  current = t;
+  running = t;
   M->switches++;
   megamoe_switch(&scheduler, t->context);
-  current = nullptr;
+  running = nullptr;
 }
 
 static Fiber* take(std::vector<Fiber*>& list, u32 at) {
@@ -274,7 +274,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
   M->eagerness = (u32[]){2, 8, 64, 0}[below(4)];
   M->contest = (u32[]){1, 2, 6, 20}[below(4)];
   M->most_idle = most_idle;
-  current = nullptr;
+  running = nullptr;
   for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1], {}});
   std::sort(M->buffers.begin(), M->buffers.end(), [](auto& a, auto& b) { return a.begin < b.begin; });
   const u64 origin = M->clock;
@@ -303,6 +303,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
         launch->clusters.push_back(std::make_unique<Cluster>());
         cluster = launch->clusters.back().get();
         cluster->ctas.resize(per);
+        cluster->windows.resize(per);
       }
       auto cta = std::make_unique<Cta>();
       cta->launch = launch.get();
@@ -315,6 +316,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
       cta->shared = (char*)(((u64)cta->memory.data() + 1023) / 1024 * 1024) - SHARED_BEGIN;
       cta->shared_end = SHARED_BEGIN + g.shared_bytes;
       cluster->ctas[rank] = cta.get();
+      cluster->windows[rank] = cta->shared;
       cluster->threads += g.block;
       const u32 warps = (g.block + 31) / 32;
       cta->meetings.resize(warps);
@@ -333,6 +335,8 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
         t->shared = rank << 24 | SHARED_BEGIN;
         t->smid = i, t->smids = g.smids;
         t->params = params;
+        t->windows = cluster->windows.data();
+        t->shared_bytes = g.shared_bytes;
         t->of = cta.get();
         t->priority = &cta->priorities[t->warp];
         cta->fibers.push_back(std::move(t));

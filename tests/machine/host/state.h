@@ -89,7 +89,7 @@ struct Group { /* warpgroup */
 struct Bar { u32 expected = 0, arrived = 0; std::vector<Fiber*> waiters; };
 
 struct Launch;
-struct Cluster { u32 arrived = 0, threads = 0, phase = 0, ended = 0; std::vector<Fiber*> waiters; std::vector<Cta*> ctas; };
+struct Cluster { u32 arrived = 0, threads = 0, phase = 0, ended = 0; std::vector<Fiber*> waiters; std::vector<Cta*> ctas; std::vector<char*> windows; };
 
 struct Cta {
   Launch* launch;
