@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,8 @@ from megamoe.emulation.assemble import DEVICE_SOURCES
 from megamoe.emulation.faults import RECORD, read_fault
 
 HOST = Path(__file__).parent / "host"
-MOST_CTAS = 160
-"""That the emulation keeps tensor memory for: all CTAs of a launch are resident here."""
+SMS = 160
+"""That the emulation keeps tensor memory for."""
 _ALIGNMENT = 256
 
 
@@ -65,12 +66,11 @@ def launch(rewritten, given, buffers, order=0):
         EmulationFault: the kernel did what its architecture forbids.
         MachineFault: it did what no device allows, or never ends.
     """
-    assert np.prod(given.grid) <= MOST_CTAS, given.grid
     functions().emulation_start(ctypes.c_uint32(rewritten.seed))
     memory = (ctypes.c_uint64 * 4)()
     functions().emulation_memory(memory)
     try:
-        return machine.run([given], [*buffers, (memory[0], memory[1]), (memory[2], memory[3])], seed=order)
+        return machine.run([replace(given, sms=SMS)], [*buffers, (memory[0], memory[1]), (memory[2], memory[3])], seed=order)
     finally:
         record = ctypes.create_string_buffer(RECORD.size)
         functions().emulation_fault(record)
@@ -86,6 +86,43 @@ def aligned(array):
     copy = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
+
+
+class Captured:
+    """Takes the launches of CuTe DSL's host functions and runs them here, module by module.
+
+    Attributes:
+        count: launches that ran.
+        error: of the first launch that failed; the host function then raises one of its own.
+    """
+
+    def __init__(self, module_of, buffers):
+        """`module_of`: gives the rewritten module that is being launched; `buffers`: gives the memory that its kernels may touch."""
+        self.module_of, self.buffers, self.count, self.error = module_of, buffers, 0, None
+
+    def hook(self):
+        """Before anything is compiled: there is nothing to load, and launches come here."""
+        from cutlass.base_dsl.dsl import BaseDSL
+        from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
+
+        from megamoe.emulation import load
+
+        library = machine.capture_library()
+        self.callback = machine.CALLBACK(self._launched)
+        library.capture_launches(self.callback)
+        Function._load_cuda_library = lambda function: []
+        BaseDSL.get_shared_libs = lambda dsl: [str(library._name), str(load._runtime_path())]
+
+    def _launched(self, configured, _, arguments):
+        rewritten = self.module_of()
+        try:
+            _, block, _, _ = machine.configuration(configured)
+            launch(rewritten, program(rewritten.text, block[0]).captured(configured, arguments), self.buffers())
+        except Exception as error:  # noqa: BLE001 cannot pass through the host code
+            self.error = self.error or error
+            return 1
+        self.count += 1
+        return 0
 
 
 def run(ptx, *arguments, grid=1, block=128, shared=0, options=None, buffers=()):

@@ -63,6 +63,6 @@ def test_example(toolkit, examples, tmp_path, name, where):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "PASS" in done.stdout
-    rewritten, interpreted = map(int, re.search(r"rewritten: (\d+), interpreted: (\d+)", done.stdout).groups())
+    rewritten, launched = map(int, re.search(r"rewritten: (\d+), launched here: (\d+)", done.stdout).groups())
     assert rewritten
-    assert bool(interpreted) == (where != "gpu")
+    assert bool(launched) == (where != "gpu")

@@ -64,6 +64,7 @@ class Launch:
         shared_bytes: static and dynamic shared memory of a CTA.
         start: nanoseconds of virtual time after which it starts.
         stop_after: steps of its threads after which it stops for ever, as a killed process does; 0: never.
+        sms: of the device, each for one CTA at a time; 0: as many as CTAs.
     """
 
     kernel: int
@@ -74,6 +75,7 @@ class Launch:
     shared_bytes: int
     start: int = 0
     stop_after: int = 0
+    sms: int = 0
 
     def late(self, nanoseconds: int) -> Launch:
         """The same launch, but it starts later."""
@@ -102,7 +104,7 @@ class Ran:
 
 
 def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, most_idle: int = 200_000) -> Ran:
-    """Run launches together, their CTAs all resident, until all have ended.
+    """Run launches together until all have ended.
 
     Args:
         launches: each is a GPU of its own, unless they share memory.
@@ -118,7 +120,7 @@ def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, mo
     for at, launch in zip(given, launches, strict=True):
         at.kernel, at.params, at.params_size = launch.kernel, launch.params, len(launch.params)
         at.grid[:], at.block, at.cluster[:] = launch.grid, launch.block, launch.cluster
-        at.shared_bytes, at.smids = launch.shared_bytes, launch.grid[0] * launch.grid[1] * launch.grid[2]
+        at.shared_bytes, at.smids = launch.shared_bytes, launch.sms or launch.grid[0] * launch.grid[1] * launch.grid[2]
         at.stop_after, at.start = launch.stop_after, launch.start
     intervals = _intervals(buffers)
     table = (ctypes.c_uint64 * (2 * len(intervals)))(*(word for interval in intervals for word in interval))
@@ -212,7 +214,7 @@ def _compile(build: Callable[[], tuple[Any, tuple[Any, ...]]]) -> tuple[Any, str
     from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
     jit, examples = build()
-    libraries = [str(_capture_library()._name), str(load._runtime_path())]
+    libraries = [str(capture_library()._name), str(load._runtime_path())]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(BaseDSL, "get_shared_libs", lambda self: list(libraries))
         # Otherwise it keeps no host code where there is no GPU.
@@ -225,7 +227,7 @@ def _compile(build: Callable[[], tuple[Any, tuple[Any, ...]]]) -> tuple[Any, str
     return function, ptx.rstrip("\0"), examples
 
 
-_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
 def configuration(address: int) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int], int]:
@@ -250,8 +252,8 @@ def _capture(call: Callable[[], Any], program: Program) -> Launch:
         launches.append(program.captured(configured, arguments))
         return 0
 
-    callback = _CALLBACK(launched)
-    _capture_library().capture_launches(callback)
+    callback = CALLBACK(launched)
+    capture_library().capture_launches(callback)
     call()
     (launch,) = launches
     return launch
@@ -309,6 +311,7 @@ def _build_kernel(translated: Translated) -> ctypes.CDLL:
 
 
 @functools.cache
-def _capture_library() -> ctypes.CDLL:
+def capture_library() -> ctypes.CDLL:
+    """Stands in front of CuTe DSL's runtime library and gives launches to the function that ``capture_launches`` was told."""
     source = HOST / "capture.c"
     return kept("capture", [source.read_bytes()], [source], "-x", "c")

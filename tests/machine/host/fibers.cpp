@@ -124,6 +124,22 @@ void sleep_for(Thread* t, u32 nanoseconds) {
   wait(fiber(t), SLEEP);
 }
 
+/* Begin clusters while there are SMs for their CTAs, one each. */
+static void begin_clusters(Launch* launch) {
+  for (; launch->begun < launch->clusters.size(); launch->begun++) {
+    auto& ctas = launch->clusters[launch->begun]->ctas;
+    if (launch->free_sms.size() < ctas.size()) return;
+    for (Cta* cta : ctas) {
+      cta->begun = true;
+      for (auto& t : cta->fibers) {
+        t->smid = launch->free_sms.front();
+        M->ready.push_back(t.get());
+      }
+      launch->free_sms.pop_front();
+    }
+  }
+}
+
 static void finish(Fiber* t) {
   ended(t);
   M->progress++;
@@ -131,6 +147,8 @@ static void finish(Fiber* t) {
   if (--t->of->left == 0) {
     ended(t->of);
     t->of->launch->left--;
+    t->of->launch->free_sms.push_back(t->smid);
+    begin_clusters(t->of->launch);
   }
 }
 
@@ -189,8 +207,7 @@ static u32 draw() {
 static void begin(Launch* launch) {
   launch->started = true;
   M->progress++;
-  for (auto& cta : launch->ctas)
-    for (auto& t : cta->fibers) M->ready.push_back(t.get());
+  begin_clusters(launch);
 }
 
 static bool finished() {
@@ -205,7 +222,7 @@ static std::string waiting() {
   for (auto& launch : M->launches)
     for (auto& cta : launch->ctas)
       for (auto& t : cta->fibers)
-        if (t->waiting != ENDED && launch->started && !launch->stopped)
+        if (t->waiting != ENDED && cta->begun && !launch->stopped)
           where[format("launch %u, CTA %u, line %d (%s)", launch->index, cta->index, t->line, names[t->waiting])].push_back(t->tid);
   std::string out;
   for (auto& [text, threads] : where) {
@@ -290,6 +307,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
     memcpy(params, g.params, g.params_size);
     const u32 total = g.grid[0] * g.grid[1] * g.grid[2], per = g.cluster[0] * g.cluster[1] * g.cluster[2];
     launch->left = total;
+    for (u32 i = 0; i < g.smids; i++) launch->free_sms.push_back(i);
     std::map<u32, Cluster*> clusters;
     for (u32 i = 0; i < total; i++) {
       const u32 at[3] = {i % g.grid[0], i / g.grid[0] % g.grid[1], i / g.grid[0] / g.grid[1]};
@@ -333,7 +351,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
         memcpy(t->grid, g.grid, 12), memcpy(t->cta, at, 12), memcpy(t->cluster, g.cluster, 12);
         t->rank = rank, t->ranks = per;
         t->shared = rank << 24 | SHARED_BEGIN;
-        t->smid = i, t->smids = g.smids;
+        t->smids = g.smids;
         t->params = params;
         t->windows = cluster->windows.data();
         t->shared_bytes = g.shared_bytes;
