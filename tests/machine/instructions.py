@@ -183,7 +183,8 @@ class Instructions(Arithmetic):
         lines = [f"u32* at = (u32*)global_at(t, {self.where(o[0])}, {4 * len(parts)}, true);"]
         for i, part in enumerate(parts):
             sums = (
-                f"to_{of}(from_{of}((u16)(at[{i}] >> {shift})) + from_{of}((u16)({self.value(part, 'u32')} >> {shift})))" for shift in (16, 0)
+                f"to_{of}(from_{of}((u16)(at[{i}] >> {shift})) + from_{of}((u16)({self.value(part, 'u32')} >> {shift})))"
+                for shift in (16, 0)
             )
             lines.append(f"at[{i}] = pair({', '.join(sums)});")
         return "{ " + " ".join([*lines, "stored(t);"]) + " }"
