@@ -11,7 +11,7 @@ from megamoe.compile.obtain import obtain
 from megamoe.ep.group import Group
 from megamoe.errors import BackendUnavailable
 from megamoe_sm90 import residency
-from megamoe_sm90.shim.ranks import RanksVariant
+from megamoe_sm90.shim.ranks import Choice, RanksVariant
 from megamoe_sm90.shim.variants import NATIVE_THREADS, Operands
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ class Driver:
 @pytest.fixture
 def variant(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
-    return RanksVariant.of(MoEProblem(16, 4, 512, 256, 64, "fp8_block128"), 4, 64, Operands(sms=33))
+    return RanksVariant.of(MoEProblem(16, 4, 512, 256, 64, "fp8_block128"), 4, Choice(64), Operands(sms=33))
 
 
 def test_the_driver_is_asked_about_the_compiled_kernel_and_a_kernel_that_does_not_fit_is_refused(variant, monkeypatch):

@@ -48,8 +48,8 @@ def reasons(problem: MoEProblem, ranks: int, most_experts: int) -> list[Reason]:
     if ranks > several.PROVED_RANKS and not env.allows_unproved_ranks():
         found.append(
             Reason(
-                f"{ranks} ranks: the kernel for several ranks compiles and its exchange is tested lane by lane on the CPU, "
-                "but no launch of it has been seen to complete on GPUs",
+                f"{ranks} ranks: the kernel for several ranks has been run on a CPU that executes its code, but no launch of it has been "
+                "seen to complete on GPUs",
                 f"backend='reference' runs on several ranks, slowly; {env.TEST_RANKS.name}=1 runs these kernels, to prove them",
             )
         )

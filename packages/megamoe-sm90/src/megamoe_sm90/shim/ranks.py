@@ -12,6 +12,7 @@ import torch
 
 from megamoe.compile import KernelRequest
 from megamoe.device import regions, wire
+from megamoe.device.wire import COMBINES, WIRES
 from megamoe.ep.physical import PhysicalExperts
 from megamoe.problem import MoEProblem
 from megamoe_sm90._drop.ranks_config import AHEAD, LEAST_RING, RanksConfig
@@ -45,8 +46,8 @@ class Choice(NamedTuple):
 
     tile: int | None = None
     ring: int | None = None
-    combine: str = wire.COMBINES[0]
-    wire: str = wire.WIRES[0]
+    combine: str = COMBINES[0]
+    wire: str = WIRES[0]
 
 
 @dataclass(frozen=True, slots=True)
