@@ -1,7 +1,7 @@
 """Rewritten kernels without a GPU: ``tests/machine`` runs them on the CPU, with the emulation's own device functions as what they call.
 
-Threads take turns in an order that a seed draws, and memory is sequentially consistent: this shows what a rewritten kernel computes, and that
-its accesses lie in its buffers and its waits are there, not that its fences suffice.
+Threads take turns in an order that a seed draws, and memory is sequentially consistent: this shows what a rewritten kernel computes, and
+that its accesses lie in its buffers and its waits are there, not that its fences suffice.
 """
 
 from __future__ import annotations
