@@ -72,11 +72,14 @@ def test_the_reason(conftest, monkeypatch, marks, gpus, reason):
     assert conftest.why_not(Item(*marks), "") == reason
 
 
-def test_one_gpu_shared_through_mps_is_enough_for_ranks(conftest, monkeypatch):
+def test_one_gpu_shared_through_mps_is_enough_for_ranks(conftest, monkeypatch, tmp_path):
     machine(monkeypatch, H200)
-    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert conftest.why_not(Item(mark.gpu, mark.ranks(4)), "").startswith("needs 4 GPUs, or one shared through MPS")
+    (tmp_path / "control").touch()  # the service runs
     assert conftest.why_not(Item(mark.gpu, mark.ranks(4)), "") == ""
-    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    (tmp_path / "control").unlink()
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "nvidia-cuda-mps-control" else None)
     assert conftest.why_not(Item(mark.gpu, mark.ranks(4)), "") == ""
 
