@@ -194,7 +194,7 @@ class Instructions(Arithmetic):
 
     def _add_halves(self, p, o):
         """Sums of pairs, each rounded by itself."""
-        only([w for w in p[1:-1] if w not in _ORDER | _SCOPE], {"global", "add", "noftz", "v2", "v4"})
+        only([w for w in p[1:-1] if w not in _ORDER | set(_SCOPE)], {"global", "add", "noftz", "v2", "v4"})
         parts, of = vector(o[1]), p[-1].removesuffix("x2")
         lines = [f"u32* at = (u32*)global_at(t, {self.where(o[0])}, {4 * len(parts)}, true, {self._how(p, atomic=True)});"]
         for i, part in enumerate(parts):
