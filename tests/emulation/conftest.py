@@ -38,17 +38,6 @@ def toolkit():
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
-def machine(tmp_path_factory):
-    """The device functions compiled for this machine, for ``interpreter.run``."""
-    from . import interpreter
-
-    built = interpreter.build(tmp_path_factory.mktemp("machine"))
-    if built is None:
-        pytest.skip("needs g++ or clang++ with half precision (_Float16)")
-    return built
-
-
 class OnGpu:
     """Runs a small Blackwell kernel on the Hopper GPU: see ``launch.run``."""
 
@@ -65,29 +54,37 @@ class OnGpu:
 
 
 class OnHost:
-    """Runs it by the interpreter: see ``interpreter.run``. What only a GPU has is skipped."""
+    """Runs it on the CPU: see ``on_machine.run``. What only a GPU has is skipped."""
 
-    def __init__(self, machine):
-        self.machine = machine
+    def __init__(self):
+        self.tensors = []
 
     def __call__(self, *arguments, **how):
-        from . import interpreter
+        from tests.machine.operands import NotTranslated
+
+        from . import on_machine
 
         try:
-            return interpreter.run(self.machine, *arguments, **how)
-        except interpreter.NotInterpreted as reason:
+            return on_machine.run(*arguments, buffers=self.tensors, **how)
+        except NotTranslated as reason:
             pytest.skip(f"needs a GPU: {reason} is native")
 
     def tensor(self, array):
-        from . import interpreter
+        from . import on_machine
 
-        return interpreter.tensor(array)
+        copy = on_machine.aligned(array)
+        self.tensors.append((copy.ctypes.data, copy.nbytes))
+        return copy.ctypes.data, lambda: copy
 
 
 @pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.emulated)])
 def emulated(request):
-    """Runs small Blackwell kernels, rewritten: by the interpreter everywhere, and on a Hopper GPU where there is one."""
+    """Runs small Blackwell kernels, rewritten: on the CPU by ``tests/machine`` everywhere, and on a Hopper GPU where there is one."""
     if request.param == "host":
-        return OnHost(request.getfixturevalue("machine"))
+        from . import on_machine
+
+        if on_machine.functions() is None:
+            pytest.skip("needs g++ or clang++ with half precision (_Float16)")
+        return OnHost()
     request.getfixturevalue("toolkit")
     return OnGpu()

@@ -3,16 +3,15 @@
     python run_example.py WHERE[:SEED] ARCH SCRIPT [its arguments]
 
 WHERE is "gpu" (a Hopper GPU) or "host": without a GPU tensors stay in host memory, the host code is compiled by the DSL as ever, and
-kernels are interpreted. SEED, when given, is that of delayed mode. Prints how many modules were rewritten and launches interpreted.
+kernels run on the CPU (``tests/machine``). SEED, when given, is that of delayed mode. Prints how many modules were rewritten and how many
+launches ran here.
 """
 
 from __future__ import annotations
 
-import ctypes
+import gc
 import runpy
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +19,9 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from tests.emulation import interpreter, model_numbers  # noqa: E402
-from tests.machine.launch import configuration  # noqa: E402
+from tests.emulation import model_numbers, on_machine  # noqa: E402
 
 from megamoe import emulation  # noqa: E402
-from megamoe.emulation import load  # noqa: E402
 
 
 class NoStream:
@@ -97,16 +94,13 @@ def scaled_product(a, b, scale_a, scale_b, bias=None, out_dtype=None):
     return torch.from_numpy(values(a, scale_a) @ values(b.transpose(0, 1), scale_b).T).to(out_dtype)
 
 
-class Launches:
-    """Takes launches of the function that is being called, and interprets its kernel."""
+class Modules:
+    """Which rewritten module the function that is being called launches."""
 
     def __init__(self, emulated):
-        self.emulated, self.count, self.running = emulated, 0, None
-        self.modules = {}
+        self.emulated, self.running, self.of = emulated, None, {}
 
     def hook(self):
-        self.machine = interpreter.build(Path(tempfile.mkdtemp()))
-        from cutlass.base_dsl.dsl import BaseDSL
         from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
 
         call, construct = Function.__call__, Function.__init__
@@ -114,49 +108,45 @@ class Launches:
         def constructed(function, *args, **kwargs):
             construct(function, *args, **kwargs)
             if function.has_gpu_module:  # some are called as soon as they are compiled
-                self.modules[id(function)] = self.running = self.emulated.modules[-1]
+                self.of[id(function)] = self.running = self.emulated.modules[-1]
 
         def called(function, *args, **kwargs):
-            self.running = self.modules.get(id(function))
+            self.running = self.of.get(id(function))
             return call(function, *args, **kwargs)
 
         Function.__init__, Function.__call__ = constructed, called
-        Function._load_cuda_library = lambda function: []
-        library = Path(tempfile.mkdtemp()) / "capture.so"
-        subprocess.run(["cc", "-shared", "-fPIC", str(HERE / "host" / "capture.c"), "-o", str(library)], check=True)
-        BaseDSL.get_shared_libs = lambda dsl: [str(library), str(load._runtime_path())]
-        self.callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(self.launch)
-        ctypes.CDLL(str(library)).capture_launches(self.callback)
 
-    def launch(self, configured, _, arguments):
-        grid, block, cluster, shared = configuration(configured)
-        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
-        try:
-            interpreter.launch(self.machine, self.running, pointers, grid, block[0], shared, cluster)
-        except Exception as error:  # noqa: BLE001 cannot pass through the host code
-            print(f"{type(error).__name__}: {error}", flush=True)
-            return 1
-        self.count += 1
-        return 0
+
+def tensors():
+    """All that are alive."""
+    import torch
+
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
 
 
 def main():
     where, arch, script, *arguments = sys.argv[1:]
     where, _, seed = where.partition(":")
     with emulation.emulate(arch, emulation.Options(seed=int(seed) if seed else None, loads_wait=False)) as emulated:
-        launches = Launches(emulated)
+        modules = Modules(emulated)
+        launches = on_machine.Captured(lambda: modules.running, tensors)
         if where == "host":
             from cutlass.utils.hardware_info import HardwareInfo
 
             stay_on_the_host()
             HardwareInfo.get_max_active_clusters = lambda *args, **kwargs: 1
             HardwareInfo.__init__ = lambda *args: None
+            modules.hook()
             launches.hook()
         sys.argv = [script, *arguments]
         sys.path.insert(0, str(Path(script).parent))
-        runpy.run_path(script, run_name="__main__")
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            if launches.error:
+                raise launches.error
         emulated.check()
-        print(f"rewritten: {len(emulated.modules)}, interpreted: {launches.count}")
+        print(f"rewritten: {len(emulated.modules)}, launched here: {launches.count}")
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from tests.emulation import on_machine  # noqa: E402
 from tests.emulation.model_flashinfer import Layer, blocked, compare  # noqa: E402
 
 from megamoe import emulation  # noqa: E402
 from megamoe.emulation.assemble import link, tool  # noqa: E402
 
 LIMIT_MS = 20_000
-CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
 SMALL = {"tokens": 24, "experts": 4, "hidden": 512, "inter": 256}
 LARGE = {"tokens": 128, "experts": 16, "top_k": 4, "hidden": 2048, "inter": 512}
 """Layers that the CPU does, and that is timed on a GPU."""
@@ -70,55 +70,6 @@ VARIANTS = {
     "sm100 pair": Variant("sm100", (256, 128, 256), pair=True),
 }
 TREES = {"sm120": "sm120/swapab_cutedsl_megakernel", "sm100": "sm100/cutedsl_megamoe"}
-
-
-class OnMachine:
-    """Takes the launches of the host function and runs them on the CPU."""
-
-    def __init__(self, buffers):
-        self.buffers, self.kernels, self.error = buffers, {}, None
-
-    def hook(self):
-        """Before anything is compiled."""
-        from cutlass.base_dsl.dsl import BaseDSL
-        from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
-        from tests.machine.launch import _CALLBACK, _capture_library
-
-        from megamoe.emulation import load
-
-        self.callback = _CALLBACK(self.launch)
-        library = _capture_library()
-        library.capture_launches(self.callback)
-        Function._load_cuda_library = lambda function: []
-        BaseDSL.get_shared_libs = lambda dsl: [str(library._name), str(load._runtime_path())]
-
-    def translate(self, modules):
-        from tests.emulation import on_machine
-
-        self.kernels = {kernel.threads: kernel for module in modules for kernel in on_machine.kernels(module)}
-
-    def launch(self, configuration, _, arguments):
-        from tests.emulation import on_machine
-
-        def words(at):
-            return tuple((ctypes.c_uint32 * 3).from_address(at))
-
-        cluster, attributes = (1, 1, 1), ctypes.c_uint64.from_address(configuration + 40).value
-        for index in range(ctypes.c_uint32.from_address(configuration + 48).value):
-            if ctypes.c_uint32.from_address(attributes + 72 * index).value == CLUSTER_DIMENSION:
-                cluster = words(attributes + 72 * index + 8)
-        kernel = self.kernels[words(configuration + 12)[0]]
-        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
-        params = bytearray(kernel.params_bytes)
-        for index, (offset, size) in enumerate(kernel.params):
-            params[offset : offset + size] = ctypes.string_at(pointers[index], size)
-        shared = ctypes.c_uint64.from_address(configuration + 24).value
-        try:
-            on_machine.run(kernel, bytes(params), words(configuration), kernel.threads, cluster, shared, self.buffers)
-        except Exception as error:  # noqa: BLE001 cannot pass through the host code
-            self.error = error
-            return 1
-        return 0
 
 
 class AsIfOnDevice:
@@ -251,7 +202,7 @@ def main():
 
         kernel, clusters = kernel_of(variant, layer, 4 if where == "machine" else 132)
         arguments, out, kept = arguments_of(variant, layer, kernel, "cuda" if where == "gpu" else "cpu")
-        machine = OnMachine([tensor for tensor in kept.values()])
+        machine = on_machine.Captured(lambda: emulated.modules[-1], lambda: kept.values())
         if where == "machine":
             machine.hook()
         rewriting, rewrite = [], emulated.compiled
@@ -268,9 +219,6 @@ def main():
         found["rewritten"] = round(sum(rewriting), 3)
         found["notes"] = [note for module in emulated.modules for note in module.notes]
         found["kernels"] = [usage for module in emulated.modules for usage in resources(module)]
-        if where == "machine":
-            machine.translate(emulated.modules)
-            found["translated"] = round(time.perf_counter() - start, 1)
         if where != "assemble":
             start = time.perf_counter()
             try:

@@ -1,4 +1,4 @@
-"""A machine on the CPU for kernels of sm_90a: PTX becomes C++, a fiber runs every GPU thread, several GPUs run at once in one process.
+"""A machine on the CPU for PTX of sm_90a: it becomes C++, a fiber runs every GPU thread, several GPUs run at once in one process.
 
     problem = MoEProblem(experts=8, top_k=2, hidden=512, intermediate=256, max_tokens=64, format="fp8_block128")
     layer = OneRank(problem, "native", 128, "pool", grid=4)
@@ -12,6 +12,9 @@
 
 ``layers`` launches the sm90 kernels through the shim's own argument lists, ``launch`` runs any kernel of CuTe DSL or of PTX text,
 ``translate``, ``instructions``, ``arithmetic`` and ``operands`` make C++ of PTX, and ``host/`` is what that C++ calls.
+
+A kernel may call C functions that it is given (``operands.Functions``): ``tests/emulation`` runs rewritten Blackwell kernels here that way,
+with the emulation's device functions (``tests/emulation/host``). A launch with fewer SMs than CTAs runs in waves.
 
 A seed decides the order of threads (some seeds let warps starve for long) and when copies, bulk stores and products take effect between
 their issue and the wait that must see them; what they write is poisoned until then, as are shared memory and registers that were never

@@ -31,7 +31,7 @@ class Arithmetic(Operands):
         return self.put(o[0], self.value(o[1], kind), kind)
 
     def do_cvta(self, p, o):
-        if "shared" in p or "shared::cta" in p or "shared::cluster" in p or "param" in p or "global" in p:
+        if {"shared", "shared::cta", "shared::cluster", "param", "global", "local"} & set(p):
             return self.put(o[0], self.value(o[1], p[-1]), p[-1])
         raise NotTranslated("space")
 
@@ -117,6 +117,10 @@ class Arithmetic(Operands):
 
     def _extreme(self, p, o, which):
         kind = p[-1]
+        if p[1:] == ["xorsign", "abs", "f32"]:
+            a, b = (self.value(x, "u32") for x in o[1:])
+            name = f"{which}_number(fabsf(f({a})), fabsf(f({b})))"
+            return self.put(o[0], f"bits({name}) | (({a} ^ {b}) & 0x80000000u)", "b32")
         only(p[1:-1], {"NaN", "relu", "ftz"})
         if kind == "f32":
             name = f"{which}_{'nan' if 'NaN' in p else 'number'}"
@@ -192,6 +196,10 @@ class Arithmetic(Operands):
         only(p[1:], {"u32", "u64"})
         value = self.value(o[1], p[-1])
         return self.put(o[0], f"({value} ? 63 - __builtin_clzll({value}) : -1)", "u32")
+
+    def do_fns(self, p, o):
+        only(p[1:], {"b32"})
+        return self.put(o[0], f"find_nth_set({', '.join(self.value(x, 'u32') for x in o[1:])})", "u32")
 
     def do_bfe(self, p, o):
         return self.put(

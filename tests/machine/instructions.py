@@ -34,7 +34,7 @@ class Instructions(Arithmetic):
             raise NotTranslated(f"line {i.line}: {i} ({error})") from None
         except (ValueError, KeyError, IndexError, AttributeError) as error:
             raise NotTranslated(f"line {i.line}: {i} ({type(error).__name__}: {error})") from error
-        if "(t" in code:
+        if "(t" in code or i.parts[0] == "call":
             code = f"t->line = {i.line}; {code}"
         if i.guard:
             predicate = self.variables[i.guard.lstrip("@!")]
@@ -50,6 +50,19 @@ class Instructions(Arithmetic):
         return "return;"
 
     do_exit = do_ret
+
+    def do_call(self, p, o):
+        to, name, listed = ("", o[0], o[1:]) if not o[0].startswith("(") else (o[0].strip("()"), o[1], o[2:])
+        if name not in self.functions.signatures:
+            raise NotTranslated(f"function {name}")
+        result, kinds = self.functions.signatures[name]
+        given = [x.strip() for x in listed[0].strip("()").split(",") if x.strip()] if listed else []
+        call = f"{name}({', '.join(self.value(x, 'f32' if kind == 'float' else kind) for x, kind in zip(given, kinds, strict=True))})"
+        if not to:
+            return f"{call};"
+        if result == "float" or result in WIDTH:
+            return self.put(to, call, "f32" if result == "float" else result)
+        return f"{{ {result} result = {call}; memcpy({self.variables[to]}, &result, sizeof result); }}"
 
     def do_trap(self, p, o):
         return 'fail(t, "trap");'
@@ -100,8 +113,9 @@ class Instructions(Arithmetic):
         kind = p[-1]
         parts = vector(o[0])
         if "param" in p:
-            name, offset = address(o[1])
-            at = f"(t->params + {self.params[name] + offset})"
+            at = self._parameter(o[1])
+        elif "local" in p:
+            at = f"(char*){self.where(o[1])}"
         else:
             space = self._access(p, set())
             at = f"{_SPACES[space]}(t, {self.where(o[1], space)}, {WIDTH[kind] // 8 * len(parts)}, false, {self._how(p)})"
@@ -117,10 +131,24 @@ class Instructions(Arithmetic):
             lines.append(self.put(o[0], "*from", plain))
         return "{ " + " ".join(lines) + " }"
 
+    def _parameter(self, operand):
+        """Where a parameter lies: the kernel's own, one of a call, or one whose address is in a register."""
+        name, offset = address(operand)
+        if name in self.params:
+            return f"(t->params + {self.params[name] + offset})"
+        variable = self.variables[name]
+        return f"((char*)&{variable} + {offset})" if variable in self.passed else f"(char*){self.where(operand)}"
+
     def do_st(self, p, o):
         kind = "b" + p[-1][1:] if p[-1][0] == "f" else p[-1]
-        space, parts = self._access(p, set()), vector(o[1])
-        at = f"{_SPACES[space]}(t, {self.where(o[0], space)}, {WIDTH[kind] // 8 * len(parts)}, true, {self._how(p)})"
+        if "param" in p:
+            return self.put(address(o[0])[0], self.value(o[1], kind), kind)
+        parts = vector(o[1])
+        if "local" in p:
+            at = f"(char*){self.where(o[0])}"
+        else:
+            space = self._access(p, set())
+            at = f"{_SPACES[space]}(t, {self.where(o[0], space)}, {WIDTH[kind] // 8 * len(parts)}, true, {self._how(p)})"
         lines = [f"{cpp(kind)}* to = ({cpp(kind)}*){at};"]
         lines += [f"to[{i}] = {self.value(part, kind)};" for i, part in enumerate(parts)]
         if {"relaxed", "release", "volatile"} & set(p):
@@ -160,7 +188,22 @@ class Instructions(Arithmetic):
         return self._atomic(p, o[0], o[1], o[2:])
 
     def do_red(self, p, o):
+        if p[-1] in ("bf16x2", "f16x2"):
+            return self._add_halves(p, o)
         return self._atomic(p, "", o[0], o[1:])
+
+    def _add_halves(self, p, o):
+        """Sums of pairs, each rounded by itself."""
+        only([w for w in p[1:-1] if w not in _ORDER | set(_SCOPE)], {"global", "add", "noftz", "v2", "v4"})
+        parts, of = vector(o[1]), p[-1].removesuffix("x2")
+        lines = [f"u32* at = (u32*)global_at(t, {self.where(o[0])}, {4 * len(parts)}, true, {self._how(p, atomic=True)});"]
+        for i, part in enumerate(parts):
+            sums = (
+                f"to_{of}(from_{of}((u16)(at[{i}] >> {shift})) + from_{of}((u16)({self.value(part, 'u32')} >> {shift})))"
+                for shift in (16, 0)
+            )
+            lines.append(f"at[{i}] = pair({', '.join(sums)});")
+        return "{ " + " ".join([*lines, "stored(t);"]) + " }"
 
     # ---- warps ----
 
@@ -239,7 +282,8 @@ class Instructions(Arithmetic):
             return self.put(to, call, "b64") if to else f"{call};"
         if what in ("try_wait", "test_wait"):
             parity = self.value(o[2], "u32") if "parity" in p else f"(u32)({self.bits(o[2])})"
-            call = f"mbarrier_wait(t, {self.where(o[1], 'shared')}, {parity}, {'true' if what == 'try_wait' else 'false'})"
+            blocks = what == "try_wait" and not self.functions.polls
+            call = f"mbarrier_wait(t, {self.where(o[1], 'shared')}, {parity}, {'true' if blocks else 'false'})"
             return f"{self.variables[o[0]]} = {call};"
         raise NotTranslated(what)
 

@@ -26,6 +26,7 @@ import pytest
 
 from megamoe.emulation import load
 
+from .operands import Functions
 from .translate import Translated, translate
 
 HOST = Path(__file__).parent / "host"
@@ -67,6 +68,7 @@ class Launch:
         start: nanoseconds of virtual time after which it starts.
         stop_after: steps of its threads after which it stops for ever, as a killed process does; 0: never.
         gpu: number of the GPU that it runs on; ``None``: its place among the launches of the run. Matters for :class:`Order`.
+        sms: of the device, each for one CTA at a time; 0: as many as CTAs.
     """
 
     kernel: int
@@ -78,6 +80,7 @@ class Launch:
     start: int = 0
     stop_after: int = 0
     gpu: int | None = None
+    sms: int = 0
 
     def late(self, nanoseconds: int) -> Launch:
         """The same launch, but it starts later."""
@@ -117,7 +120,7 @@ class Order:
 
     def __init__(self, kept: Mapping[str, Any] | None = None, loose: Iterable[Any] = ()) -> None:
         self._names = {name: _interval(each) for name, each in (kept or {}).items() if each is not None}
-        new, free = _runtime().order_new, _runtime().order_free
+        new, free = runtime().order_new, runtime().order_free
         new.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
         self.handle = new(*_table(list(self._names.values())), *_table([_interval(each) for each in loose]))
         weakref.finalize(self, free, self.handle)
@@ -133,7 +136,7 @@ class Order:
 
 
 def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, most_idle: int = 200_000, order: Order | None = None) -> Ran:
-    """Run launches together, their CTAs all resident, until all have ended.
+    """Run launches together until all have ended.
 
     Args:
         launches: each is a GPU of its own, unless they share memory.
@@ -151,14 +154,14 @@ def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, mo
         at.gpu = number if launch.gpu is None else launch.gpu
         at.kernel, at.params, at.params_size = launch.kernel, launch.params, len(launch.params)
         at.grid[:], at.block, at.cluster[:] = launch.grid, launch.block, launch.cluster
-        at.shared_bytes, at.smids = launch.shared_bytes, launch.grid[0] * launch.grid[1] * launch.grid[2]
+        at.shared_bytes, at.smids = launch.shared_bytes, launch.sms or launch.grid[0] * launch.grid[1] * launch.grid[2]
         at.stop_after, at.start = launch.stop_after, launch.start
     intervals = _intervals(buffers)
     table, count = _table(intervals)
     statistics, text = (ctypes.c_uint64 * 3)(), ctypes.create_string_buffer(1 << 16)
     limits = (ctypes.c_uint64(seed), ctypes.c_uint64(most_idle))
     limits = (*limits, ctypes.c_void_p(order.handle if order else None))
-    failed = _runtime().machine_run(given, len(given), table, count, *limits, statistics, text, ctypes.c_uint64(len(text)))
+    failed = runtime().machine_run(given, len(given), table, count, *limits, statistics, text, ctypes.c_uint64(len(text)))
     if failed:
         raise MachineFault(order.named(text.value.decode()) if order else text.value.decode())
     return Ran(*statistics, text.value.decode())
@@ -187,15 +190,17 @@ def _intervals(buffers: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 class Program:
-    """The one kernel of a PTX module, translated and built.
+    """A kernel of a PTX module, translated and built.
 
     Args:
         ptx: the module.
+        functions: what the kernel may call; a library that has them must be loaded.
+        threads: of a CTA of the kernel; 0: the module has no other.
     """
 
-    def __init__(self, ptx: str) -> None:
+    def __init__(self, ptx: str, functions: Functions | None = None, threads: int = 0) -> None:
         self.ptx = ptx
-        self.translated = translate(ptx)
+        self.translated = translate(ptx, functions, threads)
         self._library = _build_kernel(self.translated)
         self.address = ctypes.cast(self._library.kernel, ctypes.c_void_p).value or 0
 
@@ -203,6 +208,16 @@ class Program:
         """A launch with a parameter block as ``Translated.params`` lays it out."""
         assert len(params) == self.translated.params_bytes, (len(params), self.translated.params)
         return Launch(self.address, params, grid, block, cluster, self.translated.static_bytes + dynamic_shared)
+
+    def captured(self, configured: int, arguments: int) -> Launch:
+        """The launch of a ``cudaLaunchConfig_t`` and pointers to the parameters."""
+        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
+        params = bytearray(self.translated.params_bytes)
+        for index, (offset, size) in enumerate(self.translated.params):
+            params[offset : offset + size] = ctypes.string_at(pointers[index], size)
+        grid, block, cluster, shared = configuration(configured)
+        assert block[1:] == (1, 1), block
+        return self.launch(bytes(params), grid, block[0], cluster, shared)
 
 
 class Kernel:
@@ -242,7 +257,7 @@ def _compile(build: Callable[[], tuple[Any, tuple[Any, ...]]]) -> tuple[Any, str
     from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
     jit, examples = build()
-    libraries = [str(_capture_library()._name), str(load._runtime_path())]
+    libraries = [str(capture_library()._name), str(load._runtime_path())]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(BaseDSL, "get_shared_libs", lambda self: list(libraries))
         # Otherwise it keeps no host code where there is no GPU.
@@ -255,7 +270,7 @@ def _compile(build: Callable[[], tuple[Any, tuple[Any, ...]]]) -> tuple[Any, str
     return function, ptx.rstrip("\0"), examples
 
 
-_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
 def configuration(address: int) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int], int]:
@@ -274,21 +289,14 @@ def configuration(address: int) -> tuple[tuple[int, int, int], tuple[int, int, i
 
 
 def _capture(call: Callable[[], Any], program: Program) -> Launch:
-    translated = program.translated
     launches: list[Launch] = []
 
     def launched(configured: int, _: int, arguments: int) -> int:
-        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
-        params = bytearray(translated.params_bytes)
-        for index, (offset, size) in enumerate(translated.params):
-            params[offset : offset + size] = ctypes.string_at(pointers[index], size)
-        grid, block, cluster, shared = configuration(configured)
-        assert block[1:] == (1, 1), block
-        launches.append(program.launch(bytes(params), grid, block[0], cluster, shared))
+        launches.append(program.captured(configured, arguments))
         return 0
 
-    callback = _CALLBACK(launched)
-    _capture_library().capture_launches(callback)
+    callback = CALLBACK(launched)
+    capture_library().capture_launches(callback)
     call()
     (launch,) = launches
     return launch
@@ -302,7 +310,7 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def _kept(name: str, content: Sequence[bytes], sources: Sequence[Path], *flags: str) -> ctypes.CDLL:
+def kept(name: str, content: Sequence[bytes], sources: Sequence[Path], *flags: str) -> ctypes.CDLL:
     """A library that stays in a folder of this user, by the digest of its sources."""
     digest = hashlib.sha256(repr((flags, compiler())).encode() + b"".join(content)).hexdigest()[:24]
     _FOLDER.mkdir(mode=0o700, exist_ok=True)
@@ -322,10 +330,11 @@ def _build(path: Path, sources: Sequence[Path], *flags: str) -> None:
 
 
 @functools.cache
-def _runtime() -> ctypes.CDLL:
+def runtime() -> ctypes.CDLL:
+    """The machine itself, which kernels and what they call find in this process."""
     sources = [HOST / f"{name}.cpp" for name in _SOURCES]
     content = [path.read_bytes() for path in (*sources, *sorted(HOST.glob("*.h")))]
-    return _kept("machine", content, sources, "-std=c++17", "-O3")
+    return kept("machine", content, sources, "-std=c++17", "-O3")
 
 
 @functools.cache
@@ -335,7 +344,7 @@ def _kernels() -> tuple[tempfile.TemporaryDirectory[str], Iterator[int]]:
 
 
 def _build_kernel(translated: Translated) -> ctypes.CDLL:
-    _runtime()  # it has what the kernel calls
+    runtime()  # it has what the kernel calls
     folder, numbers = _kernels()
     library = Path(folder.name) / f"kernel{next(numbers)}.so"
     source = library.with_suffix(".cpp")
@@ -345,6 +354,7 @@ def _build_kernel(translated: Translated) -> ctypes.CDLL:
 
 
 @functools.cache
-def _capture_library() -> ctypes.CDLL:
-    source = Path(__file__).parents[1] / "emulation" / "host" / "capture.c"
-    return _kept("capture", [source.read_bytes()], [source], "-x", "c")
+def capture_library() -> ctypes.CDLL:
+    """Stands in front of CuTe DSL's runtime library and gives launches to the function that ``capture_launches`` was told."""
+    source = HOST / "capture.c"
+    return kept("capture", [source.read_bytes()], [source], "-x", "c")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from megamoe.emulation.ptx import address
 
@@ -17,6 +18,28 @@ WIDTH = (
     | {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)}
     | {"bf16": 16, "f16x2": 32, "bf16x2": 32}
 )
+
+
+@dataclass(frozen=True)
+class Functions:
+    """C functions that kernels may call.
+
+    Attributes:
+        signatures: type of the result and types of the arguments, by name.
+        types: C++ declarations of the types among them that are no numbers.
+        polls: whether waits for mbarriers come back when they fail, so that what the kernel calls then is called.
+    """
+
+    signatures: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    types: str = ""
+    polls: bool = False
+
+    @property
+    def declarations(self) -> str:
+        lines = [f"{result} {name}({', '.join(arguments)});" for name, (result, arguments) in self.signatures.items()]
+        return "\n".join([self.types, 'extern "C" {', *lines, "}\n"]) if lines else ""
+
+
 _SPECIAL = {
     "%laneid": "t->lane",
     "%warpid": "t->warp",
@@ -33,7 +56,7 @@ _SPECIAL = {
     "%lanemask_gt": "~((2u << t->lane) - 1)",
     "%lanemask_ge": "~((1u << t->lane) - 1)",
     "%lanemask_eq": "(1u << t->lane)",
-    "%dynamic_smem_size": "dynamic_shared_size(t)",
+    "%total_smem_size": "t->shared_bytes",
 }
 for _axis, _name in enumerate("xyz"):
     _SPECIAL |= {
@@ -54,13 +77,18 @@ class Operands:
     Attributes:
         shared: window offsets of shared symbols behind the CTA's first byte.
         params: byte offsets of kernel parameters.
+        functions: what kernels may call besides.
         variables: C++ variable of every register that can be seen where the instruction is; set by the caller.
+        passed: C++ variables that hold arguments and results of calls, by value; set by the caller.
+        local: C++ arrays of local memory by name; set by the caller.
         widths: bits of C++ variables.
         label: C++ label of a label; set by the caller.
     """
 
-    def __init__(self, shared: dict[str, int], params: dict[str, int]) -> None:
-        self.shared, self.params = shared, params
+    def __init__(self, shared: dict[str, int], params: dict[str, int], functions: Functions) -> None:
+        self.shared, self.params, self.functions = shared, params, functions
+        self.passed: set[str] = set()
+        self.local: dict[str, str] = {}
         self.variables: Mapping[str, str] = {}
         self.widths: dict[str, int] = {}
         self.label: Callable[[str], str] = str
@@ -84,6 +112,8 @@ class Operands:
             return f"(t->shared + {self.shared[operand]}u)"
         if operand in self.params:
             return f"(u64)(t->params + {self.params[operand]})"
+        if operand in self.local:
+            return f"(u64){self.local[operand]}"
         raise NotTranslated(f"operand {operand}")
 
     def value(self, operand: str, kind: str) -> str:

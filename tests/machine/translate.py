@@ -1,17 +1,18 @@
-"""A kernel's PTX as one C++ function."""
+"""A kernel's PTX as one C++ function. A module may have several kernels; each is translated by itself."""
 
 from __future__ import annotations
 
 import re
 from collections import ChainMap
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megamoe.emulation.ptx import Kind, Module, Statement, parse
 
 from .instructions import Instructions
-from .operands import WIDTH, NotTranslated
+from .operands import WIDTH, Functions, NotTranslated
 
-_POISON = {8: "0", 16: "0xdead", 32: "0xffdeadadu", 64: "0xffdeadad7ff5dead"}
+_POISON = {8: "0", 16: "0xdead", 32: "0xffdeadadu", 64: "0xffdeadad7ff5dead", 128: "~(u128)0"}
 """What registers hold before they are written: no numbers, no addresses."""
 
 
@@ -39,21 +40,36 @@ class Translated:
     static_bytes: int
 
 
-def translate(text: str) -> Translated:
-    """Translate the only kernel of a module.
+def translate(text: str, functions: Functions | None = None, threads: int = 0) -> Translated:
+    """Translate a kernel of a module.
+
+    Args:
+        text: the module.
+        functions: what it may call.
+        threads: of a CTA of the kernel; 0: the module has no other.
 
     Raises:
         NotTranslated: it has something that the machine does not know.
     """
-    module = parse(text)
-    (function,) = (f for f in module.functions() if f.kernel)
+    module, functions = parse(text), functions or Functions()
+    kernels = [f for f in module.functions() if f.kernel]
+    if threads and len(kernels) > 1:
+        kernels = [f for f in kernels if _threads(module.statements[f.header].text) == threads]
+    (function,) = kernels
     offsets, sizes, total = _params(module.statements[function.header].text)
     shared, static = _shared(module)
-    body = _Body(Instructions(shared, offsets))
-    for index in range(function.start, function.end):
-        body.add(module.statements[index])
-    source = '#include "arithmetic.h"\n\nextern "C" void kernel(Thread* t) {\n' + body.declarations() + "\n".join(body.lines) + "\n}\n"
-    return Translated(source, tuple(sizes), total, static)
+    statements = [s for s in module.statements[function.start : function.end] if s.text]
+    body = _Body(Instructions(shared, offsets, functions), statements)
+    for statement in statements:
+        body.add(statement)
+    head = '#include "arithmetic.h"\n\n' + functions.declarations + 'extern "C" void kernel(Thread* t) {\n'
+    return Translated(head + body.declarations() + "\n".join(body.lines) + "\n}\n", tuple(sizes), total, static)
+
+
+def _threads(header: str) -> int:
+    """Of a CTA, as the kernel declares them."""
+    found = re.search(r"\.(?:reqntid|maxntid) (\d+)", header)
+    return int(found[1]) if found else 0
 
 
 def _params(header: str) -> tuple[dict[str, int], list[tuple[int, int]], int]:
@@ -90,11 +106,13 @@ def _shared(module: Module) -> tuple[dict[str, int], int]:
 class _Body:
     """Statements of a function; registers and labels of inner blocks get names of their own."""
 
-    def __init__(self, instructions: Instructions) -> None:
+    def __init__(self, instructions: Instructions, statements: Iterable[Statement]) -> None:
         self.instructions = instructions
         self.lines: list[str] = []
+        self.arrays: list[str] = []
         self.blocks = 0
         self.open = [0]
+        self.labels = _labels(statements)
         self.variables: ChainMap[str, str] = ChainMap({})
         instructions.variables, instructions.label = self.variables, self._label
 
@@ -115,25 +133,35 @@ class _Body:
             self.lines.append(self.instructions.translate(statement.instruction))
 
     def _label(self, name: str) -> str:
-        """Labels that the compiler made are the function's, others belong to their block."""
-        block = 0 if name.startswith("$L__BB") else self.open[-1]
+        """The label that can be seen here: the innermost open block's."""
+        block = next(block for block in reversed(self.open) if (block, name) in self.labels)
         return f"L{block}_" + re.sub(r"\W", "_", name)
 
     def _declare(self, text: str) -> None:
-        match = re.match(r"\.reg\s+\.(\w+)\s+(.*?)\s*;$", text, re.DOTALL)
+        array = re.match(r"\.(param|local)\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]", text)
+        if array:
+            variable = f"array{len(self.arrays)}"
+            self.arrays.append(f"  alignas({array[2]}) char {variable}[{array[4]}];\n")
+            if array[1] == "local":
+                self.instructions.local[array[3]] = variable
+            else:
+                self.variables[array[3]] = variable
+                self.instructions.passed.add(variable)
+            return
+        match = re.match(r"\.(?:reg|param)\s+\.(\w+)\s+(.*?)\s*;$", text, re.DOTALL)
         if not match:
             if text.startswith(".pragma"):
                 return
             raise NotTranslated(text)
         width = WIDTH[match[1]]
-        if width > 64:
-            raise NotTranslated(text)
         for name in re.split(r"\s*,\s*", match[2]):
             many = re.fullmatch(r"(.*)<(\d+)>", name)
             for each in [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]:
                 variable = re.sub(r"\W", "_", each) + (f"_{self.open[-1]}" if len(self.open) > 1 else "")
                 self.variables[each] = variable
                 self.instructions.widths[variable] = width
+                if text.startswith(".param"):
+                    self.instructions.passed.add(variable)
 
     def declarations(self) -> str:
         used = set(re.findall(r"\w+", "\n".join(self.lines)))
@@ -142,4 +170,18 @@ class _Body:
             names = [f"{name} = {poison}" for name, bits in self.instructions.widths.items() if bits == width and name in used]
             if names:
                 lines.append(f"  u{width} {', '.join(names)};\n")
-        return "".join(lines)
+        return "".join(lines + self.arrays)
+
+
+def _labels(statements: Iterable[Statement]) -> set[tuple[int, str]]:
+    """Each with the number of its block; a function's own is 0, inner ones are counted where they begin."""
+    labels, open_blocks, blocks = set(), [0], 0
+    for statement in statements:
+        if statement.kind is Kind.OPEN:
+            blocks += 1
+            open_blocks.append(blocks)
+        elif statement.kind is Kind.CLOSE:
+            open_blocks.pop()
+        elif statement.kind is Kind.LABEL:
+            labels.add((open_blocks[-1], statement.label))
+    return labels

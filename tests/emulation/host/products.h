@@ -1,4 +1,4 @@
-// Numbers and products for either machine: needs struct Warp with `operands`, warp(), lane() and __syncwarp().
+// Numbers and products: needs struct Warp with `operands`, warp(), lane() and __syncwarp().
 #pragma once
 
 // ---- numbers, by the compiler's own half type rather than by the functions under test ----

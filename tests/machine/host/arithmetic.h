@@ -1,6 +1,7 @@
 /* Arithmetic of PTX on the bits of its registers. */
 #pragma once
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 #include "machine.h"
 
@@ -64,6 +65,15 @@ static inline u32 insert_field(u32 a, u32 b, u32 from, u32 length) { /* bfi: a i
   if (from >= 32 || length == 0) return b;
   const u32 mask = (length >= 32 ? ~0u : (1u << length) - 1) << from;
   return (b & ~mask) | (a << from & mask);
+}
+/* fns: position of the n-th set bit at or above the base (n > 0), at or below it (n < 0), of the base itself (0). */
+static inline u32 find_nth_set(u32 mask, u32 base, u32 n) {
+  if (n == 0) return mask >> base & 1 ? base : ~0u;
+  const int step = (s32)n > 0 ? 1 : -1;
+  int count = abs((s32)n);
+  for (int at = (int)base; at >= 0 && at < 32; at += step)
+    if (mask >> at & 1 && --count == 0) return (u32)at;
+  return ~0u;
 }
 static inline u32 reversed(u32 v) { u32 out = 0; for (int i = 0; i < 32; i++) out |= (v >> i & 1) << (31 - i); return out; }
 

@@ -61,7 +61,7 @@ static void* prepare(char* stack, void (*entry)()) {
 }
 #endif
 
-static Fiber* current;
+Thread* running;
 
 u32 random_number() {
   M->state += 0x9E3779B97F4A7C15ull;
@@ -89,8 +89,8 @@ std::string place_of(Thread* thread) {
 void fail_at(const std::string& what) {
   M->fault = what;
   M->failed = true;
-  if (!current) throw what;
-  Fiber* t = current;
+  if (!running) throw what;
+  Fiber* t = fiber(running);
   megamoe_switch(&t->context, scheduler);
   __builtin_unreachable();
 }
@@ -124,6 +124,22 @@ void sleep_for(Thread* t, u32 nanoseconds) {
   wait(fiber(t), SLEEP);
 }
 
+/* Begin clusters while there are SMs for their CTAs, one each. */
+static void begin_clusters(Launch* launch) {
+  for (; launch->begun < launch->clusters.size(); launch->begun++) {
+    auto& ctas = launch->clusters[launch->begun]->ctas;
+    if (launch->free_sms.size() < ctas.size()) return;
+    for (Cta* cta : ctas) {
+      cta->begun = true;
+      for (auto& t : cta->fibers) {
+        t->smid = launch->free_sms.front();
+        M->ready.push_back(t.get());
+      }
+      launch->free_sms.pop_front();
+    }
+  }
+}
+
 static void finish(Fiber* t) {
   ended(t);
   M->progress++;
@@ -131,11 +147,13 @@ static void finish(Fiber* t) {
   if (--t->of->left == 0) {
     ended(t->of);
     t->of->launch->left--;
+    t->of->launch->free_sms.push_back(t->smid);
+    begin_clusters(t->of->launch);
   }
 }
 
 static void entry() {
-  Fiber* t = current;
+  Fiber* t = fiber(running);
   t->of->launch->kernel(t);
   finish(t);
   stacks.push_back(t->stack);
@@ -162,10 +180,10 @@ static void resume(Fiber* t) {
     stacks.pop_back();
     t->context = prepare((char*)t->stack, entry);
   }
-  current = t;
+  running = t;
   M->switches++;
   megamoe_switch(&scheduler, t->context);
-  current = nullptr;
+  running = nullptr;
 }
 
 static Fiber* take(std::vector<Fiber*>& list, u32 at) {
@@ -190,8 +208,7 @@ static void begin(Launch* launch) {
   launch->started = true;
   order_begin(launch);
   M->progress++;
-  for (auto& cta : launch->ctas)
-    for (auto& t : cta->fibers) M->ready.push_back(t.get());
+  begin_clusters(launch);
 }
 
 static bool finished() {
@@ -206,7 +223,7 @@ static std::string waiting() {
   for (auto& launch : M->launches)
     for (auto& cta : launch->ctas)
       for (auto& t : cta->fibers)
-        if (t->waiting != ENDED && launch->started && !launch->stopped)
+        if (t->waiting != ENDED && cta->begun && !launch->stopped)
           where[format("launch %u, CTA %u, line %d (%s)", launch->index, cta->index, t->line, names[t->waiting])].push_back(t->tid);
   std::string out;
   for (auto& [text, threads] : where) {
@@ -277,7 +294,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
   M->contest = (u32[]){1, 2, 6, 20}[below(4)];
   M->most_idle = most_idle;
   M->order = order;
-  current = nullptr;
+  running = nullptr;
   for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1], {}, {}, false});
   std::sort(M->buffers.begin(), M->buffers.end(), [](auto& a, auto& b) { return a.begin < b.begin; });
   const u64 origin = M->clock;
@@ -294,6 +311,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
     memcpy(params, g.params, g.params_size);
     const u32 total = g.grid[0] * g.grid[1] * g.grid[2], per = g.cluster[0] * g.cluster[1] * g.cluster[2];
     launch->left = total;
+    for (u32 i = 0; i < g.smids; i++) launch->free_sms.push_back(i);
     std::map<u32, Cluster*> clusters;
     for (u32 i = 0; i < total; i++) {
       const u32 at[3] = {i % g.grid[0], i / g.grid[0] % g.grid[1], i / g.grid[0] / g.grid[1]};
@@ -307,6 +325,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
         launch->clusters.push_back(std::make_unique<Cluster>());
         cluster = launch->clusters.back().get();
         cluster->ctas.resize(per);
+        cluster->windows.resize(per);
       }
       auto cta = std::make_unique<Cta>();
       cta->launch = launch.get();
@@ -319,6 +338,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
       cta->shared = (char*)(((u64)cta->memory.data() + 1023) / 1024 * 1024) - SHARED_BEGIN;
       cta->shared_end = SHARED_BEGIN + g.shared_bytes;
       cluster->ctas[rank] = cta.get();
+      cluster->windows[rank] = cta->shared;
       cluster->threads += g.block;
       const u32 warps = (g.block + 31) / 32;
       cta->meetings.resize(warps);
@@ -335,8 +355,10 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
         memcpy(t->grid, g.grid, 12), memcpy(t->cta, at, 12), memcpy(t->cluster, g.cluster, 12);
         t->rank = rank, t->ranks = per;
         t->shared = rank << 24 | SHARED_BEGIN;
-        t->smid = i, t->smids = g.smids;
+        t->smids = g.smids;
         t->params = params;
+        t->windows = cluster->windows.data();
+        t->shared_bytes = g.shared_bytes;
         t->of = cta.get();
         t->priority = &cta->priorities[t->warp];
         cta->fibers.push_back(std::move(t));

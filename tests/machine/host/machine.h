@@ -6,6 +6,7 @@ typedef uint8_t u8;
 typedef uint16_t u16;
 typedef uint32_t u32;
 typedef uint64_t u64;
+typedef unsigned __int128 u128;
 typedef int8_t s8;
 typedef int16_t s16;
 typedef int32_t s32;
@@ -19,7 +20,10 @@ struct Thread {
   u32 shared;         /* window address of this CTA's shared memory: rank << 24 | 1024 */
   u32 smid, smids;
   const char* params;
+  char* const* windows;             /* by rank in the cluster: where window offset 0 of each CTA's shared memory would lie */
+  u32 shared_bytes;                 /* of a CTA, static and dynamic */
 };
+extern Thread* running; /* for functions that kernels call and that are not told */
 
 /* ---- memory.cpp: checked accesses; shared addresses carry the rank of their CTA in the cluster ---- */
 enum { SCOPE_CTA = 1, SCOPE_CLUSTER, SCOPE_GPU, SCOPE_SYS, ACQUIRE = 8, RELEASE = 16, ATOMIC = 32 };

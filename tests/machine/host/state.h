@@ -95,6 +95,7 @@ struct Cluster {
   u32 arrived = 0, threads = 0, phase = 0, ended = 0;
   std::vector<Fiber*> waiters;
   std::vector<Cta*> ctas;
+  std::vector<char*> windows;
   Releases arriving, order;
 };
 
@@ -102,6 +103,7 @@ struct Cta {
   Launch* launch;
   Cluster* cluster;
   u32 index, rank, left;
+  bool begun = false;
   std::vector<char> memory;
   char* shared; /* of window offset 0 */
   u32 shared_end;
@@ -123,7 +125,9 @@ struct Launch {
   bool started = false, stopped = false;
   std::vector<char> params;
   std::vector<std::unique_ptr<Cta>> ctas;
-  std::vector<std::unique_ptr<Cluster>> clusters;
+  std::vector<std::unique_ptr<Cluster>> clusters; /* the first `begun` of them have begun */
+  u32 begun = 0;
+  std::deque<u32> free_sms;
 };
 
 struct Pending { /* what may happen at any time from now on */

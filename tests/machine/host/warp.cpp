@@ -7,10 +7,11 @@ static Meeting* meet(Thread* thread, u32 mask, u64 value, u32 second, bool order
   Fiber* t = fiber(thread);
   if (!(mask >> t->lane & 1)) fail(t, format("lane %u is not in the mask %#x of what it executes", t->lane, mask));
   auto& open = t->of->meetings[t->warp];
+  const bool alone = mask == 1u << t->lane; /* whatever the others wait for */
   Meeting* found = nullptr;
   for (auto& m : open)
     if (m->mask == mask && m->arrived != mask) found = m.get();
-    else if ((m->mask & ~m->arrived) >> t->lane & 1) fail(t, format("lanes %#x wait for this one with another mask at line %d", m->arrived, m->line));
+    else if (!alone && (m->mask & ~m->arrived) >> t->lane & 1) fail(t, format("lanes %#x wait for this one with another mask at line %d", m->arrived, m->line));
   if (!found) {
     open.push_back(std::make_unique<Meeting>());
     found = open.back().get();

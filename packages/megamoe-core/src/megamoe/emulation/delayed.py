@@ -80,6 +80,7 @@ class Later:
         found = find(store)
         replaced = found[0].replace(store, found[1], self.names) if found else None
         lines = replaced.alone(self.names, store.line) if isinstance(replaced, Collective) else [str(store)]
+        lines = ["fence.proxy.async.shared::cta;", *lines]  # what was written since is what a late store may read
         later = Code(self.names)(f"not.pred {nothing}, {site.pending};").unless(nothing, lines)
         site.happen = later.lines
         self.bulk.append(site)

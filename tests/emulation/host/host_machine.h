@@ -1,6 +1,5 @@
-// The machine below the emulation's device functions where translated kernels run: tests/machine, whose threads are fibers.
-//
-// Every function that may switch to another fiber says afterwards again who runs.
+// The machine below the emulation's device functions where there is no GPU: tests/machine, whose threads are fibers. It takes the place of
+// device/machine.cuh. Memory is sequentially consistent: this shows what the functions compute, not that their fences suffice.
 #pragma once
 #include <math.h>
 
@@ -20,37 +19,25 @@ static inline float2 make_float2(float x, float y) { return {x, y}; }
 enum { MOST_SMS = 160, MOST_WARPS = 32 };
 struct Warp { float operands[32][12]; };
 
-static Thread *self;
 static Warp warps[MOST_SMS][MOST_WARPS];
-static char *shared_base[MOST_SMS];  // what address 0 of a CTA's shared memory would be
-static u32 shared_bytes;
 
-template <class F> static inline auto resumed(F f) {
-  Thread *t = self;
-  auto result = f(t);
-  self = t;
-  return result;
+static inline u32 sm() { return running->smid; }
+static inline u32 lane() { return running->lane; }
+static inline u32 cluster_rank() { return running->rank; }
+static inline u32 cluster_size() { return running->ranks; }
+static inline u64 now() {  // whoever looks at the clock waits for others
+  yield(running);
+  return globaltimer(running);
 }
-template <class F> static inline void resume(F f) {
-  Thread *t = self;
-  f(t);
-  self = t;
-}
-
-static inline u32 sm() { return self->smid; }
-static inline u32 lane() { return self->lane; }
-static inline u32 cluster_rank() { return self->rank; }
-static inline u32 cluster_size() { return self->ranks; }
-static inline u64 now() { return resumed([](Thread *t) { return globaltimer(t); }); }
-static inline u32 thread() { return self->tid; }
-static inline u32 threads() { return self->block; }
+static inline u32 thread() { return running->tid; }
+static inline u32 threads() { return running->block; }
 static inline u32 cluster_index() {
-  const u32 *c = self->cluster, *g = self->grid, *at = self->cta;
+  const u32 *c = running->cluster, *g = running->grid, *at = running->cta;
   return at[0] / c[0] + g[0] / c[0] * (at[1] / c[1] + g[1] / c[1] * (at[2] / c[2]));
 }
-static inline Warp &warp() { return warps[self->smid][self->warp]; }
+static inline Warp &warp() { return warps[running->smid][running->warp]; }
 
-static inline char *shared_place(u32 a) { return shared_base[self->smid - self->rank + (a >> 24)] + (a & 0xffffff); }
+static inline char *shared_place(u32 a) { return running->windows[a >> 24] + (a & 0xffffff); }
 template <class T> static inline T shared_load(u32 a) { T v; memcpy(&v, shared_place(a), sizeof v); return v; }
 static inline u32 load_shared(u32 a) { return shared_load<u32>(a); }
 static inline u32 load_shared16(u32 a) { return shared_load<u16>(a); }
@@ -59,31 +46,27 @@ static inline void store_shared(u32 a, uint4 v) { memcpy(shared_place(a), &v, 16
 static inline void store_shared32(u32 a, u32 v) { memcpy(shared_place(a), &v, 4); }
 static inline void store_shared8(u32 a, u32 v) { *shared_place(a) = (char)v; }
 static inline u32 shared_begin() { return 1024; }
-static inline u32 shared_size() { return shared_bytes; }
+static inline u32 shared_size() { return running->shared_bytes; }
 static inline void cluster_fence() {}
-static inline void shared_proxy_fence() {}
-static inline void all_proxies_fence() {}
+static inline void shared_proxy_fence() { proxy_fence(running, true, false); }
+static inline void all_proxies_fence() { proxy_fence(running, true, true); }
 static inline u64 global_address(const void *p) { return (u64)p; }
-static inline void complete_bytes(u32 barrier, u32 bytes) { resume([=](Thread *t) { mbarrier_complete(t, barrier, bytes); }); }
-static inline void arrive(u32 barrier) { resume([=](Thread *t) { mbarrier_arrive(t, barrier, 1, 0, false); }); }
+static inline void complete_bytes(u32 barrier, u32 bytes) { mbarrier_complete(running, barrier, bytes); }
+static inline void arrive(u32 barrier) { mbarrier_arrive(running, barrier, 1, 0, false); }
 
 static inline u32 __activemask() { return 1u << lane(); }  // each thread waits for itself
-static inline void __syncwarp(u32 mask = ~0u) { if (mask != __activemask()) resume([=](Thread *t) { warp_sync(t, mask); }); }
+static inline void __syncwarp(u32 mask = ~0u) { warp_sync(running, mask); }
 template <class T> static inline T __shfl_sync(u32 mask, T value, u32 source) {
-  if (mask == __activemask()) return value;
   u32 words[2] = {0, 0};
   memcpy(words, &value, sizeof value);
-  for (u32 i = 0; i < sizeof value / 4; i++) words[i] = resumed([=](Thread *t) { return shfl(t, SHFL_IDX, words[i], source, 31, mask, nullptr); });
+  for (u32 i = 0; i < sizeof value / 4; i++) words[i] = shfl(running, SHFL_IDX, words[i], source, 31, mask, nullptr);
   memcpy(&value, words, sizeof value);
   return value;
 }
-static inline int __any_sync(u32 mask, int value) {
-  if (mask == __activemask()) return value != 0;  // alone
-  return resumed([=](Thread *t) { return ballot(t, value != 0, mask); }) != 0;
-}
-static inline void __syncthreads() { resume([](Thread *t) { bar_sync(t, 0, 0); }); }
+static inline int __any_sync(u32 mask, int value) { return ballot(running, value != 0, mask) != 0; }
+static inline void __syncthreads() { bar_sync(running, 0, 0); }
 static inline void __threadfence() {}
-static inline void __nanosleep(u32 nanoseconds) { resume([=](Thread *t) { sleep_for(t, nanoseconds); }); }
+static inline void __nanosleep(u32 nanoseconds) { sleep_for(running, nanoseconds); }
 static inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
 static inline int __popc(u32 x) { return __builtin_popcount(x); }
 static inline u32 atomicAdd(u32 *p, u32 v) { u32 old = *p; *p += v; return old; }
