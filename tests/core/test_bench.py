@@ -211,6 +211,14 @@ def test_measuring_needs_a_gpu(capsys, monkeypatch, arguments):
     assert "measures on a GPU, and none is visible: no NVIDIA driver in this test. Fix: " in capsys.readouterr().err
 
 
+def test_knobs_of_the_command_reach_the_contestants(capsys, monkeypatch):
+    swept = []
+    monkeypatch.setattr("megamoe.cli.bench.require_gpu", lambda command: None)
+    monkeypatch.setattr("megamoe.bench.points.run", lambda sweep, limits: swept.append(sweep) or ())
+    assert main(["bench", "--backend", "sm90", "--against", "none", "--knob", "pdl=true", "--json"]) == 0
+    assert [sweep.knobs for sweep in swept] == [{"pdl": True}]
+
+
 def test_list_of_shapes(capsys):
     assert main(["bench", "--shapes", "list", "--json"]) == 0
     assert {s["name"] for s in json.loads(capsys.readouterr().out)["shapes"]} >= {"dsv3", "dsv4", "qwen30b", "qwen235b"}

@@ -24,6 +24,11 @@ vain, the fault says at which lines of the PTX which threads wait. Faults are :c
 
 What bulk and tensor loads read of words that were written in the same run, without a ``fence.proxy.async`` of the writing or the reading
 warp since, arrives as poison (a box may reach over words that nobody uses; ``Ran.text`` names the first). Bulk stores and products that
-read such words of shared memory are a fault. Otherwise loads and stores happen one after the other: fences, acquire and release are not
-checked. Sums of products are float32 in order of K, where tensor cores keep fewer bits of FP8 sums.
+read such words of shared memory are a fault.
+
+Loads and stores happen one after the other, so a missing fence, acquire or release changes no bytes. With ``races=True`` layers check what
+happens before what, in all their launches: accesses that conflict and are not ordered, or not as far as their scopes reach, are a fault,
+whatever order they came in (``host/order.cpp`` has the rules). Runs then take two to three times as long.
+
+Sums of products are float32 in order of K, where tensor cores keep fewer bits of FP8 sums.
 """

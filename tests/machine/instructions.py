@@ -15,7 +15,7 @@ from .operands import WIDTH, NotTranslated, cpp, only
 
 _SPACES = {"global": "global_at", "shared": "shared_at", "": "generic_at"}
 _ORDER = {"weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio"}
-_SCOPE = {"cta", "cluster", "gpu", "sys"}
+_SCOPE = {name: f"SCOPE_{name.upper()}" for name in ("cta", "cluster", "gpu", "sys")}
 _CACHE = re.compile(r"(?:ca|cg|cs|lu|cv|wb|wt|nc|L1::.*|L2::.*)$")
 _TYPES = {"bf16": "BF16", "f16": "F16", "e4m3": "E4M3", "e5m2": "E5M2"}
 
@@ -72,11 +72,14 @@ class Instructions(Arithmetic):
 
     def do_fence(self, p, o):
         if p[1:3] != ["proxy", "async"]:
-            return ";"
+            return f"memory_fence(t, {_SCOPE[p[2]]} | ACQUIRE | RELEASE);" if p[1] in ("acq_rel", "sc") else ";"
         spaces = [word.split("::")[0] for word in p[3:]] or ["shared", "global"]
         return f"proxy_fence(t, {str('shared' in spaces).lower()}, {str('global' in spaces).lower()});"
 
-    do_membar = do_prefetch = do_prefetchu = do_setmaxnreg = do_griddepcontrol = do_discard = do_applypriority = _nothing
+    def do_membar(self, p, o):
+        return f"memory_fence(t, {_SCOPE[{'gl': 'gpu'}.get(p[1], p[1])]} | ACQUIRE | RELEASE);"
+
+    do_prefetch = do_prefetchu = do_setmaxnreg = do_griddepcontrol = do_discard = do_applypriority = _nothing
 
     def do_nanosleep(self, p, o):
         return f"sleep_for(t, {self.value(o[0], 'u32')});"
@@ -90,9 +93,21 @@ class Instructions(Arithmetic):
             name = word.split("::")[0]
             if name in ("global", "shared"):
                 space = name
-            elif word not in _ORDER | _SCOPE | kinds and not _CACHE.match(word) and word not in ("v2", "v4", "v8"):
+            elif word not in _ORDER | kinds and word not in _SCOPE and not _CACHE.match(word) and word not in ("v2", "v4", "v8"):
                 raise NotTranslated(word)
         return space
+
+    def _how(self, p, atomic=False):
+        """Scope of a strong access and what it orders, as C++; 0 for a weak one."""
+        words = set(p)
+        if not atomic and not words & (_ORDER - {"weak"}):
+            return "0"
+        how = [code for word, code in _SCOPE.items() if word in words] or ["SCOPE_GPU" if atomic else "SCOPE_SYS"]  # sys: volatile
+        if words & {"acquire", "acq_rel"}:
+            how.append("ACQUIRE")
+        if words & {"release", "acq_rel"}:
+            how.append("RELEASE")
+        return " | ".join(how + ["ATOMIC"] * atomic)
 
     def do_ld(self, p, o):
         kind = p[-1]
@@ -103,7 +118,7 @@ class Instructions(Arithmetic):
             at = f"(char*){self.where(o[1])}"
         else:
             space = self._access(p, set())
-            at = f"{_SPACES[space]}(t, {self.where(o[1], space)}, {WIDTH[kind] // 8 * len(parts)}, false)"
+            at = f"{_SPACES[space]}(t, {self.where(o[1], space)}, {WIDTH[kind] // 8 * len(parts)}, false, {self._how(p)})"
         plain = "b" + kind[1:] if kind[0] == "f" else kind
         lines = [f"const {cpp(plain)}* from = (const {cpp(plain)}*){at};"]
         if len(parts) > 1:  # an address register may be among the targets
@@ -133,7 +148,7 @@ class Instructions(Arithmetic):
             at = f"(char*){self.where(o[0])}"
         else:
             space = self._access(p, set())
-            at = f"{_SPACES[space]}(t, {self.where(o[0], space)}, {WIDTH[kind] // 8 * len(parts)}, true)"
+            at = f"{_SPACES[space]}(t, {self.where(o[0], space)}, {WIDTH[kind] // 8 * len(parts)}, true, {self._how(p)})"
         lines = [f"{cpp(kind)}* to = ({cpp(kind)}*){at};"]
         lines += [f"to[{i}] = {self.value(part, kind)};" for i, part in enumerate(parts)]
         if {"relaxed", "release", "volatile"} & set(p):
@@ -155,7 +170,8 @@ class Instructions(Arithmetic):
             "inc": lambda v: f"(old >= {v} ? 0 : old + 1)",
             "dec": lambda v: f"(old == 0 || old > {v} ? {v} : old - 1)",
         }
-        lines = [f"{cpp(plain)}* at = ({cpp(plain)}*){_SPACES[space]}(t, {self.where(where, space)}, {WIDTH[kind] // 8}, true);"]
+        how = self._how(p, atomic=True)
+        lines = [f"{cpp(plain)}* at = ({cpp(plain)}*){_SPACES[space]}(t, {self.where(where, space)}, {WIDTH[kind] // 8}, true, {how});"]
         lines.append(f"{cpp(plain)} old = *at;")
         if operation == "cas":
             lines.append(f"if (old == {self.value(values[0], plain)}) *at = {self.value(values[1], plain)};")
@@ -178,9 +194,9 @@ class Instructions(Arithmetic):
 
     def _add_halves(self, p, o):
         """Sums of pairs, each rounded by itself."""
-        only([w for w in p[1:-1] if w not in _ORDER | _SCOPE], {"global", "add", "noftz", "v2", "v4"})
+        only([w for w in p[1:-1] if w not in _ORDER | set(_SCOPE)], {"global", "add", "noftz", "v2", "v4"})
         parts, of = vector(o[1]), p[-1].removesuffix("x2")
-        lines = [f"u32* at = (u32*)global_at(t, {self.where(o[0])}, {4 * len(parts)}, true);"]
+        lines = [f"u32* at = (u32*)global_at(t, {self.where(o[0])}, {4 * len(parts)}, true, {self._how(p, atomic=True)});"]
         for i, part in enumerate(parts):
             sums = (
                 f"to_{of}(from_{of}((u16)(at[{i}] >> {shift})) + from_{of}((u16)({self.value(part, 'u32')} >> {shift})))"

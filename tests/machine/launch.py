@@ -12,10 +12,12 @@ import functools
 import hashlib
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from .operands import Functions
 from .translate import Translated, translate
 
 HOST = Path(__file__).parent / "host"
-_SOURCES = ("fibers", "memory", "warp", "barriers", "copies", "wgmma")
+_SOURCES = ("fibers", "memory", "order", "warp", "barriers", "copies", "wgmma")
 _CLUSTER_DIMENSION = 4  # cudaLaunchAttributeID
 _ATTRIBUTE_BYTES = 72
 _FOLDER = Path(tempfile.gettempdir()) / f"megamoe-machine-{os.getuid()}"
@@ -50,6 +52,7 @@ class _Arguments(ctypes.Structure):
         ("smids", ctypes.c_uint32),
         ("stop_after", ctypes.c_uint64),
         ("start", ctypes.c_uint64),
+        ("gpu", ctypes.c_uint32),
     ]
 
 
@@ -65,6 +68,7 @@ class Launch:
         start: nanoseconds of virtual time after which it starts.
         stop_after: steps of its threads after which it stops for ever, as a killed process does; 0: never.
         sms: of the device, each for one CTA at a time; 0: as many as CTAs.
+        gpu: number of the GPU that it runs on; ``None``: its place among the launches of the run. Matters for :class:`Order`.
     """
 
     kernel: int
@@ -76,6 +80,7 @@ class Launch:
     start: int = 0
     stop_after: int = 0
     sms: int = 0
+    gpu: int | None = None
 
     def late(self, nanoseconds: int) -> Launch:
         """The same launch, but it starts later."""
@@ -103,7 +108,34 @@ class Ran:
     text: str
 
 
-def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, most_idle: int = 200_000) -> Ran:
+class Order:
+    """What has happened before what, over all runs that get it: runs check that no two accesses are a data race.
+
+    The launches of a GPU happen one after the other. Between GPUs there is no order but what the kernels make.
+
+    Args:
+        kept: memory that the launches of several runs share, by name: torch tensors or (address, bytes). All else is new in every run.
+        loose: where words may be read while they are written, because nobody uses what is read: it arrives as poison.
+    """
+
+    def __init__(self, kept: Mapping[str, Any] | None = None, loose: Iterable[Any] = ()) -> None:
+        self._names = {name: _interval(each) for name, each in (kept or {}).items() if each is not None}
+        new, free = runtime().order_new, runtime().order_free
+        new.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        self.handle = new(*_table(list(self._names.values())), *_table([_interval(each) for each in loose]))
+        weakref.finalize(self, free, self.handle)
+
+    def named(self, text: str) -> str:
+        """The text with names for addresses."""
+
+        def name(match: re.Match[str]) -> str:
+            at = int(match[1], 16)
+            return next((f"{name} + {at - first}" for name, (first, size) in self._names.items() if first <= at < first + size), match[1])
+
+        return re.sub(r"@(0x[0-9a-f]+)", name, text)
+
+
+def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, most_idle: int = 200_000, order: Order | None = None) -> Ran:
     """Run launches together until all have ended.
 
     Args:
@@ -111,30 +143,41 @@ def run(launches: Iterable[Launch], buffers: Iterable[Any], *, seed: int = 0, mo
         buffers: all that they may touch: torch tensors in host memory, or (address, bytes).
         seed: of the order of threads and of the times of asynchronous copies and products.
         most_idle: rounds in which all threads poll in vain before that is a fault; a round is a millisecond of virtual time.
+        order: check it, see there.
 
     Raises:
-        MachineFault: see there.
+        MachineFault: see there; data races, too.
     """
     launches = tuple(launches)
     given = (_Arguments * len(launches))()
-    for at, launch in zip(given, launches, strict=True):
+    for number, (at, launch) in enumerate(zip(given, launches, strict=True)):
+        at.gpu = number if launch.gpu is None else launch.gpu
         at.kernel, at.params, at.params_size = launch.kernel, launch.params, len(launch.params)
         at.grid[:], at.block, at.cluster[:] = launch.grid, launch.block, launch.cluster
         at.shared_bytes, at.smids = launch.shared_bytes, launch.sms or launch.grid[0] * launch.grid[1] * launch.grid[2]
         at.stop_after, at.start = launch.stop_after, launch.start
     intervals = _intervals(buffers)
-    table = (ctypes.c_uint64 * (2 * len(intervals)))(*(word for interval in intervals for word in interval))
+    table, count = _table(intervals)
     statistics, text = (ctypes.c_uint64 * 3)(), ctypes.create_string_buffer(1 << 16)
     limits = (ctypes.c_uint64(seed), ctypes.c_uint64(most_idle))
-    failed = runtime().machine_run(given, len(given), table, len(intervals), *limits, statistics, text, ctypes.c_uint64(len(text)))
+    limits = (*limits, ctypes.c_void_p(order.handle if order else None))
+    failed = runtime().machine_run(given, len(given), table, count, *limits, statistics, text, ctypes.c_uint64(len(text)))
     if failed:
-        raise MachineFault(text.value.decode())
+        raise MachineFault(order.named(text.value.decode()) if order else text.value.decode())
     return Ran(*statistics, text.value.decode())
+
+
+def _interval(buffer: Any) -> tuple[int, int]:
+    return buffer if isinstance(buffer, tuple) else (buffer.data_ptr(), buffer.numel() * buffer.element_size())
+
+
+def _table(spans: Sequence[tuple[int, int]]) -> tuple[ctypes.Array[ctypes.c_uint64], int]:
+    return (ctypes.c_uint64 * (2 * len(spans)))(*(word for span in spans for word in span)), len(spans)
 
 
 def _intervals(buffers: Iterable[Any]) -> list[tuple[int, int]]:
     """Merged where they overlap: views of one tensor."""
-    spans = sorted(b if isinstance(b, tuple) else (b.data_ptr(), b.numel() * b.element_size()) for b in buffers if b is not None)
+    spans = sorted(_interval(b) for b in buffers if b is not None)
     merged: list[tuple[int, int]] = []
     for address, size in spans:
         if not size:

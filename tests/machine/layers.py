@@ -24,7 +24,7 @@ from megamoe_sm90.shim.variants import Operands, Variant, sizes
 from megamoe_sm90.shim.weights import Sm90Weights
 from megamoe_sm90.shim.workspace import Workspace
 
-from .launch import Kernel, Launch, run
+from .launch import Kernel, Launch, Order, run
 
 HOST = torch.device("cpu")
 _KERNELS: dict[str, Kernel] = {}
@@ -75,8 +75,13 @@ class HostWorkspace(Workspace):
 
     def buffers(self, variant: Variant) -> list[Any]:
         """What a kernel may touch: its regions, without the gaps between them."""
+        return list(self.named(variant).values())
+
+    def named(self, variant: Variant) -> dict[str, Any]:
+        """The same, by name."""
         base = self.scratch.data_ptr()
-        return [*((base + offset, size) for offset, size in variant.scratch.values()), self.controls[variant.order], self.report]
+        scratch = {name: (base + offset, size) for name, (offset, size) in variant.scratch.items()}
+        return {**scratch, "control": self.controls[variant.order], "report": self.report}
 
 
 def aligned(size: int, alignment: int = 512) -> torch.Tensor:
@@ -110,6 +115,7 @@ class OneRank:
         quantized: x comes in the format's type.
         seed, tokens, pattern: of the trial.
         deadline: seconds of virtual time.
+        races: whether runs look for data races, from launch to launch.
     """
 
     def __init__(
@@ -127,6 +133,7 @@ class OneRank:
         tokens: int | None = None,
         pattern: str = "zipf",
         deadline: float = 4.0,
+        races: bool = False,
     ) -> None:
         self.problem = problem
         self.trial = with_biases(make_trial(problem, tokens=tokens, seed=seed, pattern=pattern), biases)
@@ -139,6 +146,9 @@ class OneRank:
             self.variant,
             lambda: shim_launch.Call(self.variant, self.weights.addresses, self.workspace.addresses(self.variant), deadline),
         )
+        named = self.workspace.named(self.variant)
+        loose = [named["mid_scale"]] if order == "swap" and "mid_scale" in named else []  # boxes reach over the rows of other blocks
+        self.races = Order(named, loose) if races else None
 
     def run(self, inputs: Inputs, *, x_scale: torch.Tensor | None = None, tokens: int | None = None, seed: int = 0) -> torch.Tensor:
         """One launch into an output without numbers; ``tokens`` other than there are must be a fault."""
@@ -147,7 +157,7 @@ class OneRank:
         x, scale, ids, weights, target = (0 if t is None else t.data_ptr() for t in given)
         self.call.run(out.shape[0] if tokens is None else tokens, x, scale, ids, weights, target, 0)
         buffers = [*given, *self.weights.tensors.values(), *self.workspace.buffers(self.variant)]
-        self.ran = run([self.function.take()], buffers, seed=seed)
+        self.ran = run([self.function.take()], buffers, seed=seed, order=self.races)
         return out
 
     def judge(self, inputs: Inputs, out: torch.Tensor) -> str:
@@ -172,6 +182,7 @@ class Ranks:
         delays: kernels with random waits.
         seed, tokens, pattern: of the trial.
         deadline: seconds of virtual time.
+        races: whether runs look for data races, from launch to launch.
     """
 
     def __init__(
@@ -191,6 +202,7 @@ class Ranks:
         tokens: Sequence[int] | None = None,
         pattern: str = "zipf",
         deadline: float = 4.0,
+        races: bool = False,
     ) -> None:
         self.problem, self.ranks = problem, ranks
         self.trial = with_biases(make_trial(problem, ranks=ranks, tokens=tokens, seed=seed, pattern=pattern), biases)
@@ -215,6 +227,13 @@ class Ranks:
             self.launchers.append(
                 caught(self.variant, lambda r=rank, m=memory: several.RanksLauncher(self.variant, self.weights[r], m, deadline))
             )
+        loose = []
+        if combine == "routes":  # sums of fewer columns or slots read the first words of the inbox, whatever they are
+            loose = [(self.region(heap, "inbox").data_ptr(), 16) for heap in self.heaps]
+        named = self.named
+        if self.variant.config.span:  # a copy of a row looks afterwards whether the row was still there
+            loose += [place for name, place in named.items() if name.startswith("pool")]
+        self.races = Order(named, loose) if races else None
 
     def region(self, heap: torch.Tensor, name: str) -> torch.Tensor:
         """A region of a rank's symmetric memory."""
@@ -228,14 +247,21 @@ class Ranks:
         return [f"rank {rank}: {verdict.text}" for rank, verdict in enumerate(verdicts) if not verdict.ok]
 
     @property
-    def buffers(self) -> list[Any]:
-        """All memory of all ranks that kernels may touch, without the gaps between regions."""
-        config, found = self.variant.config, [self.table]
-        for heap, memory, weights in zip(self.heaps, self.memory, self.weights, strict=True):
-            found += [(heap.data_ptr() + offset, size) for offset, size in config.layout.offsets.values()]
-            found += [(memory._scratch.data_ptr() + offset, size) for offset, size in config.local.offsets.values()]
-            found += [memory.control, memory._place, *weights.tensors.values()]
+    def named(self) -> dict[str, Any]:
+        """Memory of all ranks that launches leave to the next ones, by name, without the gaps between regions."""
+        config, found = self.variant.config, {}
+        for rank, (heap, memory) in enumerate(zip(self.heaps, self.memory, strict=True)):
+            for block, regions_ in ((heap, config.layout), (memory._scratch, config.local)):
+                places = {name: (block.data_ptr() + offset, size) for name, (offset, size) in regions_.offsets.items() if size}
+                found |= {f"{name} of rank {rank}": place for name, place in places.items()}
+            found[f"control of rank {rank}"] = memory.control
         return found
+
+    @property
+    def buffers(self) -> list[Any]:
+        """All memory of all ranks that kernels may touch."""
+        given = [each for m, w in zip(self.memory, self.weights, strict=True) for each in (m._place, *w.tensors.values())]
+        return [self.table, *self.named.values(), *given]
 
     def run(
         self,
@@ -260,11 +286,11 @@ class Ranks:
             x, scale, ids, weights, target = (0 if t is None else t.data_ptr() for t in given)
             function, launcher = self.launchers[rank]
             launcher.run(each.x.shape[0], x, scale, ids, weights, target, 0)
-            launch = change(rank, function.take())
+            launch = change(rank, replace(function.take(), gpu=rank))
             if launch is not None:
                 launches.append(launch)
             outs.append(out)
-        self.ran = run(launches, buffers, seed=seed)
+        self.ran = run(launches, buffers, seed=seed, order=self.races)
         return outs
 
     def status(self, rank: int) -> dict[str, int]:

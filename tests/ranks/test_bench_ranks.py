@@ -26,6 +26,8 @@ def test_what_cannot_be_measured_is_said_before_anything_starts():
         ranks.measure(SMALL, "bf16", 1, "random", backend="reference", ranks=1)
     with pytest.raises(InvalidInput, match="fp7"):
         ranks.measure(SMALL, "fp7", 1, "random", backend="reference", ranks=2)
+    with pytest.raises(InvalidInput, match="the reference backend has none"):
+        ranks.measure(SMALL, "bf16", 1, "random", backend="reference", ranks=2, knobs={"pdl": True})
     with pytest.raises(MegaMoEError, match=r"2 of 2 ranks failed(.|\n)*routing='sideways'"):
         ranks.measure(SMALL, "bf16", 1, "sideways", backend="reference", ranks=2)
 
@@ -39,6 +41,23 @@ def test_the_command_prints_and_writes_the_slowest_rank(monkeypatch, capsys):
     assert [point["format"] for point in document["points"]] == ["bf16", "fp8_block128"]
     assert all(point["ms"] >= point["fastest_ms"] for point in document["points"])
     assert main([*words[:1], "--ranks", "0", "--json"]) == 2
+
+
+def test_knobs_of_the_command_reach_every_rank(monkeypatch, capsys):
+    given = []
+
+    class Measured(Exception):
+        pass
+
+    def measure(*_, knobs, **__):
+        given.append(knobs)
+        raise Measured
+
+    monkeypatch.setattr(ranks, "measure", measure)
+    words = ["bench", "--ranks", "2", "--backend", "sm90", "--shapes", "mixtral", "--tokens", "1", "--knob", "pdl=true", "--knob", "ring=4"]
+    with pytest.raises(Measured):
+        main(words)
+    assert given == [{"pdl": True, "ring": 4}]
 
 
 @pytest.mark.parametrize(

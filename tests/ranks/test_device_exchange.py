@@ -33,8 +33,8 @@ def kernel_classes():
     """RanksMoE and GroupedMoE themselves, over a one-rank kernel that is reduced to what the CPU can do."""
     native = types.ModuleType("megamoe_sm90._drop.native")
     native.BAR_MATH, native.MATH_THREADS, native.NativeMoE = 1, MATH_THREADS, object
-    config = types.ModuleType("megamoe_sm90._drop.config")
-    config.MATH_WARPS, config.THREADS, config.SLOTS = MATH_WARPS, THREADS, 3
+    config = types.ModuleType("megamoe_sm90._drop.layer_config")
+    config.MATH_WARPS, config.THREADS = MATH_WARPS, THREADS
     cutlass = DEVICE["peers"].cutlass
     package = types.ModuleType("megamoe.device")
     package.__dict__.update(DEVICE, regions=regions, wire=wire)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
 
 from megamoe.bench.workloads import SHAPES, Shape
-from megamoe.compile import cubin
+from megamoe.compile import cubin, toolchain
 from megamoe.compile.obtain import obtain
 from megamoe.compile.store import Store
 from megamoe.problem import SwiGLU
 from megamoe_sm90.backend import Sm90Backend
 from megamoe_sm90.shim.knobs import variants_of
-from megamoe_sm90.shim.variants import Operands
+from megamoe_sm90.shim.ranks import Choice, RanksVariant
+from megamoe_sm90.shim.variants import Operands, Variant
 
 MAX_TOKENS = 8192
 LAUNCH_REGISTERS = 168  # 65536 registers over 384 threads; the kernels hand them out anew between their roles
@@ -77,3 +81,64 @@ def test_every_choice_of_the_heuristic_is_compiled_here():
         for format in FORMATS:
             if Sm90Backend().supports(shape.problem(MAX_TOKENS, format)):
                 assert kinds(shape, format) <= compiled
+
+
+def of_one_rank(order, tile, rows, pdl):
+    problem = Shape("small", 8, 2, 512, 256, SwiGLU()).problem(64, "fp8_block128")
+    return Variant.of(problem, order, tile, rows, 64, Operands(), pdl=pdl)
+
+
+def of_several(combine, pdl):
+    problem = Shape("small", 8, 2, 512, 256, SwiGLU()).problem(64, "fp8_block128")
+    return RanksVariant.of(problem, 2, Choice(tile=128, combine=combine, pdl=pdl), Operands())
+
+
+PDL = {
+    "pool": (of_one_rank, "native", 128, "pool"),
+    "gather": (of_one_rank, "native", 64, "gather"),
+    "swap": (of_one_rank, "swap", 16, ""),
+    "ranks": (of_several, "routes"),
+    "grouped ranks": (of_several, "grouped"),
+}
+# Whatever may touch global memory; the maps of tensors are parameters of the launch itself.
+ACCESS = re.compile(
+    r"(ld|st|red|atom|cp|prefetch|prefetchu|multimem|applypriority|discard)\.(?!shared|param|local|tensormap|async\.m?barrier)"
+)
+
+
+def ptx_of(variant, folder):
+    import cutlass.cute as cute
+    from cutlass.base_dsl.compiler import DumpDir, KeepPTX
+
+    kernel, arguments = variant.request().build()
+    options = (*toolchain.options(variant.request().arch), KeepPTX(), DumpDir(str(folder)))
+    ptx = cute.compile[options](kernel, *arguments).__ptx__
+    return ptx if ".target" in ptx else Path(ptx.strip("\0 \n")).read_text()
+
+
+def steps_of(ptx):
+    """Instructions and labels of the kernel, in order."""
+    lines = (re.sub(r"^[{\s]*(@!?%?p\d*\s+)?", "", line) for line in re.split("[;\\n]", ptx[ptx.index(".entry") :]))
+    return [line for line in lines if line and not line.startswith((".", "//", "}", "("))]
+
+
+@pytest.mark.parametrize("case", PDL)
+def test_launches_that_may_overlap_wait_before_they_touch_memory(case, tmp_path):
+    make, *given = PDL[case]
+    steps = steps_of(ptx_of(make(*given, pdl=True), tmp_path))
+    (wait,) = (i for i, step in enumerate(steps) if step.startswith("griddepcontrol.wait"))
+    assert sum(step.startswith("griddepcontrol.launch_dependents") for step in steps) == 1
+    touched = [i for i, step in enumerate(steps) if ACCESS.match(step)]
+    assert len(touched) > 50
+    assert touched[0] > wait, steps[touched[0]]
+    # Nothing before the wait jumps past it, so every thread waits.
+    labels = {step.rstrip(":"): i for i, step in enumerate(steps) if step.endswith(":")}
+    jumps = [step.split()[-1] for step in steps[:wait] if step.startswith("bra")]
+    assert jumps
+    assert all(labels[target] < wait for target in jumps)
+    assert not any(step.startswith(("ret", "exit", "brx")) for step in steps[:wait])
+
+
+def test_other_launches_do_not(tmp_path):
+    make, *given = PDL["pool"]
+    assert "griddepcontrol" not in ptx_of(make(*given, pdl=False), tmp_path)

@@ -83,8 +83,8 @@ def expected(layer, inputs):
 CASES = {
     # ranks, problem, kernel
     "two ranks": (2, {}, {}),
-    "two ranks, MXFP8": (2, {}, {"wire_format": "mxfp8"}),
-    "four ranks, MXFP8, two blocks of rows at a time": (4, {"format": "fp8_tensor"}, {"wire_format": "mxfp8", "ring": 2, "tile": 64}),
+    "two ranks, MXFP8": (2, {}, {"wire_format": "mxfp8", "races": True}),
+    "four ranks, MXFP8, two blocks of rows at a time": (4, {"format": "fp8_tensor"}, {"wire_format": "mxfp8", "ring": 2, "tile": 64, "races": True}),
     "ranks fewer than slots, early weights": (3, {"experts": 6, "format": "bf16", "routing_weight": "early"}, {"tile": 64}),
     "ranks more than slots": (4, {"top_k": 3, "hidden": 320, "format": "bf16"}, {"wire_format": "mxfp8", "delays": True}),
     "top-k larger than local experts, random waits": (2, {"experts": 6, "top_k": 6, "format": "fp8_tensor_e5m2"}, {"delays": True}),

@@ -37,10 +37,10 @@ def problem_of(**more):
 
 
 CASES = {
-    "block128, 128 rows through the pool": ({}, (128, "pool"), {"grid": 3}),
+    "block128, 128 rows through the pool": ({}, (128, "pool"), {"grid": 3, "races": True}),
     "block128, 128 rows through the pool, late claims": ({}, (128, "pool", "late"), {"grid": 3}),
     "bf16, 64 rows gathered, late claims, one K block": ({"format": "bf16", "hidden": 64, "intermediate": 64}, (64, "gather", "late"), {}),
-    "block128, 64 rows gathered, one K block": ({"hidden": 128, "intermediate": 128}, (64, "gather"), {}),
+    "block128, 64 rows gathered, one K block": ({"hidden": 128, "intermediate": 128}, (64, "gather"), {"races": True}),
     "block128, 128 rows gathered, early": ({"routing_weight": "early"}, (128, "gather"), {}),
     "bf16, partial tiles, biases": (
         {"format": "bf16", "hidden": 320, "intermediate": 192, "activation": OAI},
@@ -73,6 +73,15 @@ def test_quantized_activations_end_in_the_bytes_of_bf16_ones(format, kernel):
         inputs = inputs_of(problem, tokens, pattern, seed=number)
         x, scale = load(format).quantize(inputs.x, static_scale=plain.trial.weights.x_scale)
         assert same_bytes(plain.run(inputs, seed=number), quantized.run(inputs._replace(x=x), x_scale=scale, seed=number + 50))
+
+
+def test_small_tiles_around_a_large_one_do_not_share_their_maxima():
+    """Both warpgroups have half of a row's channels where a tile has few rows, and swap maxima; where it has many they do not meet."""
+    problem = MoEProblem(experts=3, top_k=1, hidden=256, intermediate=128, max_tokens=130, format="fp8_block128")
+    layer = OneRank(problem, "native", 128, "pool", grid=1, races=True)
+    inputs = inputs_of(problem, 130, "balanced", seed=0)
+    ids = torch.tensor([0] * 20 + [1] * 90 + [2] * 20, dtype=torch.int32)[:, None]
+    assert not layer.judge(inputs._replace(topk_ids=ids), layer.run(inputs._replace(topk_ids=ids)))
 
 
 @pytest.fixture

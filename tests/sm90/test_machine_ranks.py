@@ -33,9 +33,9 @@ def calls(layer, pattern, first):
 
 
 CASES = {
-    "2 ranks, block128": (2, {}, {}),
+    "2 ranks, block128": (2, {}, {"races": True}),
     "2 ranks, bf16, 64-row tiles, biases, delays": (2, {"format": "bf16"}, {"tile": 64, "biases": ("b13", "b2"), "delays": True}),
-    "4 ranks, block128, several copies of experts": (4, {"placement": REDUNDANT}, {"grid": 2}),
+    "4 ranks, block128, several copies of experts": (4, {"placement": REDUNDANT}, {"grid": 2, "races": True}),
     "3 ranks, tensor scales, early": (3, {"format": "fp8_tensor", "routing_weight": "early", "experts": 9}, {"grid": 2}),
 }
 

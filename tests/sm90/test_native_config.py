@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from megamoe_sm90._drop.config import FORMATS, ROWS, SMEM_BYTES, THREADS, TILES_M, NativeConfig
+from megamoe_sm90._drop.config import ROWS, TILES_M, NativeConfig
+from megamoe_sm90._drop.layer_config import FORMATS, SMEM_BYTES, THREADS
 
 SHAPES = ((32, 8, 7168, 2048), (96, 6, 7168, 3072), (128, 8, 2048, 768), (512, 32, 16384, 4096), (1, 1, 128, 128), (8, 2, 4096, 14336))
 

@@ -237,3 +237,12 @@ def test_kernels_compiled_ahead_are_those_that_a_session_of_so_many_multiprocess
     assert set(same) == ({"swap", "native"} if sms == 132 else {"swap"})
     with pytest.raises(InvalidInput, match="sms is 0; allowed: 1 or more"):
         BACKEND.kernels(plan, sms=0)
+
+
+def test_overlapping_launches_are_asked_for_by_a_knob():
+    """Other kernels, so that a tuner sees them and the cache keeps them apart."""
+    plain, overlapping = (BACKEND.plan(PROBLEM, knobs=knobs) for knobs in (None, {"pdl": True}))
+    assert [replace(rung, pdl=True) for rung in plain.detail] == list(overlapping.detail)
+    for plan, wanted in ((plain, False), (overlapping, True)):
+        assert {kernel.config["pdl"] for kernel in BACKEND.kernels(plan)} == {wanted}
+        assert BACKEND.kernel(plan, 1).endswith("-pdl") == wanted

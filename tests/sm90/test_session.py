@@ -225,6 +225,55 @@ def test_captured_graph_replays_with_refitted_weights():
         opened.judge(out)
 
 
+OVERLAPPING = [{"order": "native", "native_tile": 64}, {"order": "native", "native_rows": "pool"}, {"order": "swap"}]
+
+
+def chain(opened, x, length):
+    """Launches back to back, with nothing between them: each takes what the one before it made."""
+    outs = []
+    for _ in range(length):
+        x = opened.session.run(*opened.inputs._replace(x=x))
+        outs.append(x)
+    return outs
+
+
+def same(outs, wanted):
+    return all(torch.equal(out.view(torch.int16), want.view(torch.int16)) for out, want in zip(outs, wanted, strict=True))
+
+
+@pytest.mark.parametrize("knobs", OVERLAPPING, ids=lambda k: "-".join(str(v) for v in k.values()))
+def test_launches_that_may_overlap_give_the_same_bytes(knobs):
+    problem = problem_of(max_tokens=128)
+    other = make_trial(problem, seed=9).local_weights(0, "cuda")
+    with Opened(problem, knobs) as plain, Opened(problem, {**knobs, "pdl": True}) as opened:
+        plain.judge(plain.run())
+        wanted = chain(plain, plain.inputs.x, 6)
+        assert wanted[0].any()
+        for _ in range(20):
+            opened.poison()
+            assert same(chain(opened, opened.inputs.x, 6), wanted)
+
+        graph, x = torch.cuda.CUDAGraph(), torch.empty_like(opened.inputs.x)
+        with torch.cuda.graph(graph):
+            outs = chain(opened, x, 6)
+        for _ in range(3):
+            for out in outs:
+                out.fill_(float("nan"))
+            x.copy_(opened.inputs.x)  # the kernel just before the first launch writes what that launch reads
+            graph.replay()
+            graph.replay()  # and one launch of a graph follows another
+            assert same(outs, wanted)
+
+        # Weights change just before a launch, and just behind one.
+        for session in (plain, opened):
+            session.packed.update(other)
+        changed = chain(plain, plain.inputs.x, 6)
+        assert not same(changed, wanted)
+        assert same(chain(opened, opened.inputs.x, 6), changed)
+        opened.packed.update(opened.trial.local_weights(0, "cuda"))
+        assert same(chain(opened, opened.inputs.x, 6), wanted)
+
+
 def test_layer_under_torch_compile():
     trial = make_trial(problem_of(), tokens=33)
     inputs = trial.inputs[0].to("cuda")

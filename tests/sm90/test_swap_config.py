@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from megamoe_sm90._drop import swap_config
-from megamoe_sm90._drop.swap_config import SMEM_LIMIT, TOKEN_TILES, SwapConfig
+from megamoe_sm90._drop.layer_config import FORMATS, SMEM_BYTES
+from megamoe_sm90._drop.swap_config import TOKEN_TILES, SwapConfig
 
 PLAIN = {"fmt": "fp8_block128", "experts": 32, "top_k": 8, "hidden": 7168, "intermediate": 2048, "max_tokens": 128}
 
@@ -48,11 +48,11 @@ def test_names_every_fault_at_once():
 
 
 @pytest.mark.parametrize("tile", TOKEN_TILES)
-@pytest.mark.parametrize("fmt", swap_config.FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("early", [False, True])
 def test_derived_depths_fit_shared_memory(fmt, tile, early):
     cfg = SwapConfig(**{**PLAIN, "fmt": fmt, "token_tile": tile, "early": early})
-    assert cfg.shared_bytes <= SMEM_LIMIT
+    assert cfg.shared_bytes <= SMEM_BYTES
     assert 2 <= cfg.window <= cfg.stages
     assert cfg.stages >= 6  # fewer do not cover the change from FC1 to FC2
     assert cfg.widths[-1] == tile
@@ -64,7 +64,7 @@ def test_pool_and_block_list_hold_any_routing(tile):
     for _ in range(300):
         experts, top_k = rng.choice([(1, 1), (4, 2), (32, 8), (128, 8), (512, 3)])
         tokens = rng.randint(1, 64)
-        cfg = SwapConfig("fp8_block128", experts, top_k, 256, 128, tokens, token_tile=tile)
+        cfg = SwapConfig("fp8_block128", experts, top_k, 256, 128, max_tokens=tokens, token_tile=tile)
         spread = rng.choice([1, 2, experts])
         ids = [rng.randrange(min(spread, experts)) for _ in range(tokens * top_k)]
         counts = [ids.count(e) for e in set(ids)]

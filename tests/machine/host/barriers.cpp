@@ -13,6 +13,9 @@ void bar_sync(Thread* thread, u32 id, u32 threads) {
   if (++bar.arrived == threads) {
     M->progress++;
     bar.expected = bar.arrived = 0;
+    bar.waiters.push_back(t);
+    order_together(bar.waiters, &bar.order);
+    bar.waiters.pop_back();
     wake_all(bar.waiters);
     return;
   }
@@ -26,9 +29,11 @@ void bar_arrive(Thread* thread, u32 id, u32 threads) {
   Bar& bar = t->of->bars[id];
   if (bar.expected && bar.expected != threads) fail(t, format("barrier %u waits for %u threads, not %u", id, bar.expected, threads));
   bar.expected = threads;
+  order_release(t, bar.order);
   if (++bar.arrived == threads) {
     M->progress++;
     bar.expected = bar.arrived = 0;
+    order_together(bar.waiters, &bar.order);
     wake_all(bar.waiters);
   }
 }
@@ -37,10 +42,13 @@ void cluster_arrive(Thread* thread) {
   Fiber* t = fiber(thread);
   Cluster* c = t->of->cluster;
   t->cluster_phase = c->phase;
+  order_release(t, c->arriving);
   if (++c->arrived == c->threads) {
     M->progress++;
     c->arrived = 0;
     c->phase++;
+    c->order = std::move(c->arriving);
+    c->arriving = {};
     wake_all(c->waiters);
   }
 }
@@ -48,9 +56,11 @@ void cluster_arrive(Thread* thread) {
 void cluster_wait(Thread* thread) {
   Fiber* t = fiber(thread);
   Cluster* c = t->of->cluster;
-  if (c->phase != t->cluster_phase) return;
-  c->waiters.push_back(t);
-  wait(t, CLUSTER);
+  if (c->phase == t->cluster_phase) {
+    c->waiters.push_back(t);
+    wait(t, CLUSTER);
+  }
+  order_acquire(t, c->order);
 }
 
 struct Word { /* of an mbarrier; shared memory that was never written has `foreign` set */
@@ -72,12 +82,13 @@ static char* barrier_at(Thread* t, u64 address, Cta** cta) {
   return shared_of(fiber(t), address, 8, cta);
 }
 
-static void store(char* at, Word w) {
+static void store(char* at, Word w, Cta* cta) {
   const bool flips = w.pending == 0 && w.bytes == 0;
   if (flips) w.phase ^= 1, w.pending = w.expected;
   memcpy(at, &w, 8);
   M->progress++;
   if (!flips) return;
+  order_flip(at, cta);
   auto waiters = M->barrier_waiters.find(at);
   if (waiters == M->barrier_waiters.end()) return;
   std::vector<Fiber*> list;
@@ -92,6 +103,7 @@ void mbarrier_init(Thread* t, u64 address, u32 count) {
   if (count < 1 || count > MOST_COUNT) fail(t, format("mbarrier for %u arrivals", count));
   Word w{};
   w.pending = w.expected = count;
+  order_init(fiber(t), at, cta);
   memcpy(at, &w, 8);
 }
 
@@ -110,13 +122,14 @@ static void change(char* at, s64 arrivals, s64 bytes, int line, Cta* cta, bool d
   w.pending -= arrivals;
   w.bytes += bytes;
   if (drop) w.expected -= arrivals;
-  store(at, w);
+  store(at, w, cta);
 }
 
 u64 mbarrier_arrive(Thread* t, u64 address, u32 count, s64 expected_bytes, bool drop) {
   Cta* cta;
   char* at = barrier_at(t, address, &cta);
   const u64 phase = load(at, t->line, cta).phase;
+  order_arrive(fiber(t), at, cta);
   if (expected_bytes) change(at, 0, expected_bytes, t->line, cta);
   change(at, count, 0, t->line, cta, drop);
   pause_sometimes(fiber(t));
@@ -152,6 +165,7 @@ u8 mbarrier_wait(Thread* thread, u64 address, u32 parity, bool blocks) {
   Cta* cta;
   char* at = barrier_at(t, address, &cta);
   if (load(at, t->line, cta).phase != (parity & 1)) {
+    order_waited(t, at, cta);
     pause_sometimes(t);
     return 1;
   }
@@ -163,5 +177,7 @@ u8 mbarrier_wait(Thread* thread, u64 address, u32 parity, bool blocks) {
   M->barrier_waiters[at].push_back(t);
   wait(t, MBARRIER);
   if (chance(16)) return 0;
-  return load(at, t->line, cta).phase != (parity & 1);
+  if (load(at, t->line, cta).phase == (parity & 1)) return 0;
+  order_waited(t, at, cta);
+  return 1;
 }

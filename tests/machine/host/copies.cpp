@@ -37,6 +37,9 @@ void cp_async(Thread* thread, u64 shared, u64 global, u32 size, u32 read) {
     if (global % size) fail(t, format("cp.async of %u bytes from %#llx", size, (unsigned long long)global));
     check_global(t, global, read, 1);
   }
+  if (read) order_copy(t, (void*)global, read, false, nullptr, CP_ASYNC);
+  order_copy(t, to, size, true, t->of, CP_ASYNC);
+  order_copies_next(t);
   memset(to, 0xff, size);
   t->copies.push_back({to, (const char*)global, size, read, t->copy_group});
   if (!t->copies.back().from) t->copies.back().from = to; /* reads nothing */
@@ -44,7 +47,10 @@ void cp_async(Thread* thread, u64 shared, u64 global, u32 size, u32 read) {
   pause_sometimes(t);
 }
 
-void cp_async_commit(Thread* t) { fiber(t)->copy_group++; }
+void cp_async_commit(Thread* t) {
+  fiber(t)->copy_group++;
+  order_copies_commit(fiber(t));
+}
 
 /* Let an item happen, and if it is an arrival, all before it. */
 static void happen_at(Fiber* t, size_t at) {
@@ -72,12 +78,14 @@ void cp_async_wait(Thread* thread, s64 groups) {
   for (size_t i = 0; i < t->copies.size();)
     if (groups < 0 || (s64)t->copies[i].group < (s64)t->copy_group - groups) happen_at(t, i), i = 0;
     else i++;
+  order_copies_wait(t, groups);
 }
 
 void cp_async_arrive(Thread* thread, u64 barrier, bool noinc) {
   Fiber* t = fiber(thread);
   char* at = shared_of(t, barrier, 8);
   if (!noinc) arrive_on(at, 0, t->line, t->of);
+  order_copies_arrive(t, at);
   t->copies.push_back({at, nullptr, 0, 0, ~0u});
   list_copies(t);
 }
@@ -92,9 +100,9 @@ static void send(Thread* thread, Pending&& p) {
 }
 
 /* What a load may not see yet arrives as poison: a box may reach over what nobody uses. */
-static void hide(Thread* t, Pending& p, char* to, u64 address, u32 size, Cta* owner) {
+static void hide(Pending& p, char* to, const std::vector<u32>& offsets, u32 size, Cta* owner) {
   static const char poison[GRANULE] = {-1, -1, -1, -1};
-  for (u32 offset : unseen(fiber(t), (void*)address, size, nullptr)) {
+  for (u32 offset : offsets) {
     p.pieces.push_back({to + offset, poison});
     p.sizes.push_back(size - offset < GRANULE ? size - offset : GRANULE);
     p.owners.push_back(owner);
@@ -127,8 +135,12 @@ void bulk_load(Thread* t, u64 shared, u64 global, u32 size, u64 barrier, u32 mul
     p.pieces.push_back({shared_of(fiber(t), in_rank(shared, rank), size, &cta), (const char*)global});
     p.sizes.push_back(size);
     p.owners.push_back(cta);
-    hide(t, p, p.pieces.back().first, global, size, cta);
+    char* to = p.pieces.back().first;
+    hide(p, to, unseen(fiber(t), (void*)global, size, nullptr), size, cta);
+    Cta* owner = cta;
     char* at = shared_of(fiber(t), multicast ? in_rank(barrier, rank) : barrier, 8, &cta);
+    hide(p, to, order_copy(fiber(t), (void*)global, size, false, nullptr, BULK_LOAD, at, cta), size, owner);
+    order_copy(fiber(t), to, size, true, owner, BULK_LOAD, at, cta);
     p.barriers.push_back({at, size});
     p.ctas.push_back(cta);
   }
@@ -231,8 +243,12 @@ void tensor_load(Thread* t, int rank, u64 shared, u64 map, const s32* corner, u6
       char* place = shared_of(fiber(t), in_rank(to, r), CHUNK, &owner);
       if (have) {
         p.pieces.push_back({place, (const char*)address}), p.sizes.push_back(have), p.owners.push_back(owner);
-        hide(t, p, place, address, have, owner);
+        hide(p, place, unseen(fiber(t), (void*)address, have, nullptr), have, owner);
       }
+      Cta* counts;
+      const char* at = shared_of(fiber(t), multicast ? in_rank(barrier, r) : barrier, 8, &counts);
+      if (have) hide(p, place, order_copy(fiber(t), (void*)address, have, false, nullptr, BULK_LOAD, at, counts), have, owner);
+      order_copy(fiber(t), place, CHUNK, true, owner, BULK_LOAD, at, counts);
       if (have < CHUNK) p.pieces.push_back({place + have, nullptr}), p.sizes.push_back(CHUNK - have), p.owners.push_back(owner);
     }
   });
@@ -270,6 +286,8 @@ void bulk_store(Thread* thread, u64 global, u64 shared, u32 size) {
   s.line = t->line, s.group = t->store_group, s.bytes = size;
   s.pieces.push_back({(char*)global, shared_of(t, shared, size)});
   async_read(t, s.pieces[0].second, size, t->of);
+  order_copy(t, s.pieces[0].second, size, false, t->of, BULK_STORE);
+  order_copy(t, s.pieces[0].first, size, true, nullptr, BULK_STORE);
   t->stores.push_back(std::move(s));
   list_stores(t);
   pause_sometimes(t);
@@ -284,6 +302,8 @@ void tensor_store(Thread* thread, int rank, u64 map, const s32* corner, u64 shar
     if (have) check_global(t, address, have, m.size);
     const char* place = shared_of(t, in_rank(from, t->rank), CHUNK);
     async_read(t, place, CHUNK, t->of);
+    order_copy(t, place, CHUNK, false, t->of, BULK_STORE);
+    if (have) order_copy(t, (void*)address, have, true, nullptr, BULK_STORE);
     for (u32 i = 0; i < have; i += m.size) s.pieces.push_back({(char*)address + i, place + i});
   });
   t->stores.push_back(std::move(s));
@@ -291,7 +311,10 @@ void tensor_store(Thread* thread, int rank, u64 map, const s32* corner, u64 shar
   pause_sometimes(t);
 }
 
-void bulk_commit(Thread* t) { fiber(t)->store_group++; }
+void bulk_commit(Thread* t) {
+  fiber(t)->store_group++;
+  order_stores_commit(fiber(t));
+}
 
 static void drop_written(Fiber* t) {
   t->stores.erase(std::remove_if(t->stores.begin(), t->stores.end(), [](auto& s) { return s.written; }), t->stores.end());
@@ -310,6 +333,7 @@ void bulk_wait(Thread* thread, u32 groups, bool read) {
     if ((s64)s.group < (s64)t->store_group - groups)
       while (read ? !s.read : !s.written) advance(s);
   drop_written(t);
+  order_stores_wait(t, groups, read);
 }
 
 /* ---- all that is pending ---- */

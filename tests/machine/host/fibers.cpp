@@ -206,6 +206,7 @@ static u32 draw() {
 
 static void begin(Launch* launch) {
   launch->started = true;
+  order_begin(launch);
   M->progress++;
   begin_clusters(launch);
 }
@@ -280,19 +281,21 @@ struct LaunchArguments {
   u64 params_size;
   u32 grid[3], block, cluster[3], shared_bytes, smids;
   u64 stop_after, start;
+  u32 gpu;
 };
 
 /* Returns 0, or 1 with the fault's text. `statistics`: switches, nanoseconds of virtual time, loads of what may not be seen yet. */
-int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32 buffer_count, u64 seed, u64 most_idle, u64* statistics,
-                char* text, u64 text_size) {
+int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32 buffer_count, u64 seed, u64 most_idle, Order* order,
+                u64* statistics, char* text, u64 text_size) {
   Machine machine;
   M = &machine;
   M->state = seed * 0x2545F4914F6CDD1Dull + 1;
   M->eagerness = (u32[]){2, 8, 64, 0}[below(4)];
   M->contest = (u32[]){1, 2, 6, 20}[below(4)];
   M->most_idle = most_idle;
+  M->order = order;
   running = nullptr;
-  for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1], {}});
+  for (u32 i = 0; i < buffer_count; i++) M->buffers.push_back({buffers[2 * i], buffers[2 * i] + buffers[2 * i + 1], {}, {}, false});
   std::sort(M->buffers.begin(), M->buffers.end(), [](auto& a, auto& b) { return a.begin < b.begin; });
   const u64 origin = M->clock;
   for (u32 n = 0; n < count; n++) {
@@ -300,6 +303,7 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
     auto launch = std::make_unique<Launch>();
     launch->kernel = g.kernel;
     launch->index = n;
+    launch->gpu = g.gpu;
     launch->stop_after = g.stop_after;
     launch->start = origin + g.start;
     launch->params.resize(g.params_size + 128);
@@ -364,7 +368,9 @@ int machine_run(const LaunchArguments* given, u32 count, const u64* buffers, u32
     M->launches.push_back(std::move(launch));
   }
   try {
+    order_begin(nullptr);
     run_all();
+    order_end();
   } catch (const std::string&) {
   }
   for (auto& launch : M->launches)

@@ -26,12 +26,15 @@ struct Thread {
 extern Thread* running; /* for functions that kernels call and that are not told */
 
 /* ---- memory.cpp: checked accesses; shared addresses carry the rank of their CTA in the cluster ---- */
-void* global_at(Thread*, u64 address, u32 size, bool write);
-void* shared_at(Thread*, u64 address, u32 size, bool write);
-void* generic_at(Thread*, u64 address, u32 size, bool write);
+enum { SCOPE_CTA = 1, SCOPE_CLUSTER, SCOPE_GPU, SCOPE_SYS, ACQUIRE = 8, RELEASE = 16, ATOMIC = 32 };
+/* `how`: 0 for a weak access, else its scope and what it does beside being relaxed. */
+void* global_at(Thread*, u64 address, u32 size, bool write, u32 how = 0);
+void* shared_at(Thread*, u64 address, u32 size, bool write, u32 how = 0);
+void* generic_at(Thread*, u64 address, u32 size, bool write, u32 how = 0);
 void polled(Thread*, u64 address, u64 seen); /* after a load that may be repeated until another thread stores */
 void stored(Thread*);                        /* after a store or an atomic that others may wait for */
 void proxy_fence(Thread*, bool shared, bool global);
+void memory_fence(Thread*, u32 how);
 [[noreturn]] void fail(Thread*, const char* what);
 
 /* ---- fibers.cpp ---- */

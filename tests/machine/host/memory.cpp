@@ -2,7 +2,7 @@
 #include <algorithm>
 #include "state.h"
 
-static Machine::Buffer* find(u64 address, u64 size) {
+Machine::Buffer* buffer_of(u64 address, u64 size) {
   auto next = std::upper_bound(M->buffers.begin(), M->buffers.end(), address, [](u64 a, auto& b) { return a < b.begin; });
   if (next == M->buffers.begin()) return nullptr;
   --next;
@@ -11,18 +11,18 @@ static Machine::Buffer* find(u64 address, u64 size) {
 
 void check_global(Thread* t, u64 address, u64 size, u32 alignment) {
   if (address % alignment) fail(t, format("global address %#llx is not aligned to %u bytes", (unsigned long long)address, alignment));
-  if (!find(address, size))
+  if (!buffer_of(address, size))
     fail(t, format("%llu bytes at global address %#llx lie in no buffer of the launch", (unsigned long long)size, (unsigned long long)address));
 }
 
-void* global_at(Thread* t, u64 address, u32 size, bool write) {
+void* global_at(Thread* t, u64 address, u32 size, bool write, u32 how) {
   check_global(t, address, size, size);
   if (write) {
     M->progress++;
     generic_write(fiber(t), (void*)address, size, nullptr);
   }
   pause_sometimes(fiber(t));
-  return (void*)address;
+  return order_access(fiber(t), (void*)address, size, write, how, nullptr);
 }
 
 char* shared_of(Fiber* t, u64 address, u32 size, Cta** whose) {
@@ -37,17 +37,17 @@ char* shared_of(Fiber* t, u64 address, u32 size, Cta** whose) {
   return cta->shared + offset;
 }
 
-void* shared_at(Thread* t, u64 address, u32 size, bool write) {
+void* shared_at(Thread* t, u64 address, u32 size, bool write, u32 how) {
   if (address % size) fail(t, format("shared offset %d is not aligned to %u bytes", (int)((address & 0xffffff) - SHARED_BEGIN), size));
   Cta* cta;
   char* at = shared_of(fiber(t), address, size, &cta);
   if (write) generic_write(fiber(t), at, size, cta);
   pause_sometimes(fiber(t));
-  return at;
+  return order_access(fiber(t), at, size, write, how, cta);
 }
 
-void* generic_at(Thread* t, u64 address, u32 size, bool write) {
-  return address >> 32 ? global_at(t, address, size, write) : shared_at(t, address, size, write);
+void* generic_at(Thread* t, u64 address, u32 size, bool write, u32 how) {
+  return address >> 32 ? global_at(t, address, size, write, how) : shared_at(t, address, size, write, how);
 }
 
 void polled(Thread* thread, u64 address, u64 seen) {
@@ -76,7 +76,7 @@ static Written* records(const void* at, u32 size, Cta* shared, bool make, u32* c
   if (shared) {
     begin = (u64)shared->shared + SHARED_BEGIN, all = &shared->written;
   } else {
-    Machine::Buffer* buffer = find(address, size);
+    Machine::Buffer* buffer = buffer_of(address, size);
     if (!buffer || (buffer->written.empty() && !make)) return nullptr;
     if (buffer->written.empty()) buffer->written.resize(buffer->end / GRANULE - buffer->begin / GRANULE + 1);
     begin = buffer->begin, all = &buffer->written;

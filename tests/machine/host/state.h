@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <vector>
 #include "machine.h"
+#include "order.h"
 
 enum Waiting { RUNS, WARP, BAR, CLUSTER, MBARRIER, POLL, SLEEP, PRODUCTS, ENDED };
 const u32 SHARED_BEGIN = 1024, SHARED_MOST = 232448 + 1024;
@@ -47,6 +48,7 @@ struct Store { /* bulk store: its source is read, then its target written, each 
 
 struct Fiber : Thread {
   Cta* of;
+  Actor* actor = nullptr;  /* null: order is not checked */
   void* stack = nullptr;
   void* context = nullptr;
   Waiting waiting = RUNS;
@@ -86,10 +88,16 @@ struct Group { /* warpgroup */
   bool listed = false;
 };
 
-struct Bar { u32 expected = 0, arrived = 0; std::vector<Fiber*> waiters; };
+struct Bar { u32 expected = 0, arrived = 0; std::vector<Fiber*> waiters; Releases order; };
 
 struct Launch;
-struct Cluster { u32 arrived = 0, threads = 0, phase = 0, ended = 0; std::vector<Fiber*> waiters; std::vector<Cta*> ctas; std::vector<char*> windows; };
+struct Cluster {
+  u32 arrived = 0, threads = 0, phase = 0, ended = 0;
+  std::vector<Fiber*> waiters;
+  std::vector<Cta*> ctas;
+  std::vector<char*> windows;
+  Releases arriving, order;
+};
 
 struct Cta {
   Launch* launch;
@@ -103,6 +111,7 @@ struct Cta {
   std::vector<std::vector<std::unique_ptr<Meeting>>> meetings; /* by warp */
   u32 first_warp; /* its warps' places in M->fences */
   std::vector<Written> written;
+  std::vector<Cell> cells;                                       /* of its shared memory */
   std::vector<u32> priorities;                                   /* by warp */
   std::deque<Group> groups;
   Bar bars[16];
@@ -110,7 +119,7 @@ struct Cta {
 
 struct Launch {
   void (*kernel)(Thread*);
-  u32 index, left;
+  u32 index, left, gpu;
   u64 steps = 0, stop_after; /* 0: never */
   u64 start;                 /* time of its start */
   bool started = false, stopped = false;
@@ -144,9 +153,10 @@ struct Machine {
   std::vector<Fiber*> ready, pollers, sleepers;
   std::vector<Pending> pending;
   std::unordered_map<char*, std::vector<Fiber*>> barrier_waiters;
-  struct Buffer { u64 begin, end; std::vector<Written> written; };
+  struct Buffer { u64 begin, end; std::vector<Written> written; std::vector<Cell> cells; bool kept = false; };
   std::vector<Buffer> buffers;
   std::vector<ProxyFences> fences;
+  Order* order = nullptr;
   u32 now = 0; /* counts writes and fences */
   std::string fault, unseen; /* the latter: the first load of what may not be seen yet */
   u64 unseen_loads = 0;
@@ -172,6 +182,28 @@ bool copies_happen(Fiber*);
 bool stores_happen(Fiber*);
 bool products_happen(Group*);
 void check_global(Thread*, u64 address, u64 size, u32 alignment);
+Machine::Buffer* buffer_of(u64 address, u64 size);
+/* order.cpp; addresses are of this process, and nothing happens where order is not checked. */
+void order_begin(Launch*);
+void order_end();
+void* order_access(Fiber*, void* at, u32 size, bool write, u32 how, Cta* shared); /* where to access instead: poison */
+enum Copying { BULK_LOAD, CP_ASYNC, BULK_STORE };
+/* Offsets of granules that arrive as poison. */
+std::vector<u32> order_copy(Fiber*, const void* at, u32 size, bool write, Cta* shared, Copying, const char* barrier = nullptr, Cta* of = nullptr);
+void order_copies_next(Fiber*); /* cp.async: the accesses of one have been told */
+void order_copies_commit(Fiber*);
+void order_copies_wait(Fiber*, s64 groups);
+void order_copies_arrive(Fiber*, char* barrier);
+void order_stores_commit(Fiber*);
+void order_stores_wait(Fiber*, u32 groups, bool read);
+void order_together(const std::vector<Fiber*>&, Releases* others = nullptr); /* all of them are at a barrier */
+void order_converge(Fiber*); /* all lanes of its warp come here */
+void order_release(Fiber*, Releases&);
+void order_acquire(Fiber*, const Releases&);
+void order_init(Fiber*, char* barrier, Cta*);
+void order_arrive(Fiber*, char* barrier, Cta*);
+void order_flip(char* barrier, Cta*);
+void order_waited(Fiber*, char* barrier, Cta*);
 /* Order between the proxies; addresses are of this process. A warp's number counts from that of all launches' first one. */
 void generic_write(Fiber*, const void* at, u32 size, Cta* shared);
 void async_write(const void* at, u32 size, Cta* shared);

@@ -2,8 +2,8 @@
 #include <string.h>
 #include "state.h"
 
-/* Wait until all lanes of the mask are at this instruction. */
-static Meeting* meet(Thread* thread, u32 mask, u64 value, u32 second) {
+/* Wait until all lanes of the mask are at this instruction; of all those there are, bar.warp.sync alone orders memory. */
+static Meeting* meet(Thread* thread, u32 mask, u64 value, u32 second, bool orders = false) {
   Fiber* t = fiber(thread);
   if (!(mask >> t->lane & 1)) fail(t, format("lane %u is not in the mask %#x of what it executes", t->lane, mask));
   auto& open = t->of->meetings[t->warp];
@@ -23,7 +23,14 @@ static Meeting* meet(Thread* thread, u32 mask, u64 value, u32 second) {
   found->value[t->lane] = value;
   found->second[t->lane] = second;
   found->who[t->lane] = t;
+  if (mask == ~0u) order_converge(t);
   if (found->arrived == mask) {
+    if (orders) {
+      std::vector<Fiber*> all;
+      for (int i = 0; i < 32; i++)
+        if (mask >> i & 1) all.push_back(found->who[i]);
+      order_together(all);
+    }
     for (int i = 0; i < 32; i++)
       if (mask >> i & 1 && found->who[i] != t) wake(found->who[i]);
     if (chance(8)) yield(t);
@@ -111,7 +118,7 @@ u8 elect(Thread* t, u32 mask, u32* leader) {
   return t->lane == *leader;
 }
 
-void warp_sync(Thread* t, u32 mask) { leave(t, meet(t, mask, 0, 0)); }
+void warp_sync(Thread* t, u32 mask) { leave(t, meet(t, mask, 0, 0, true)); }
 
 /* m8n8 of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8; a lane holds elements 2 * (lane % 4) of row lane / 4. */
 void ldmatrix(Thread* t, u64 address, int count, bool transposed, u32* out) {

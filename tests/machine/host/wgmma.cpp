@@ -28,6 +28,7 @@ void wgmma(Thread* thread, const Products& what, u32* const* accumulators) {
   Group& g = group_of(t);
   if (!t->fenced) fail(t, "wgmma without wgmma.fence since registers were last used");
   const u64 number = t->issued++;
+  order_converge(t);
   if (number == g.first + g.ops.size()) {
     g.ops.push_back(std::make_unique<Op>());
     Op& op = *g.ops.back();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megamoe.bench.roof import H200
 from megamoe.compile import KernelRequest, sources
@@ -86,8 +86,12 @@ class Sm90Backend:
         verdict = self.supports(problem, ranks)
         if not verdict:
             raise UnsupportedProblem(verdict.reasons, subject="The sm90 backend does not support this problem")
-        if ranks > 1:
-            return self._plan_ranks(problem, ranks, values)
+        parts = self._several(problem, ranks, values) if ranks > 1 else self._one(problem, values)
+        wire = SPACE.wire(values)
+        return Plan(backend=SPEC.name, version=__version__, problem=problem, ranks=ranks, knobs=values, wire=wire, **parts)
+
+    def _one(self, problem: MoEProblem, values: Mapping[str, object]) -> dict[str, Any]:
+        """What a plan for one rank says beside what all say."""
         if values["ring"] != AUTO:
             raise InvalidInput(
                 f"knob ring={values['ring']!r} on one rank; allowed: {AUTO!r}.", hint="rows travel, and need a ring, on several ranks alone"
@@ -100,37 +104,27 @@ class Sm90Backend:
         variants = variants_of(problem, rungs, Operands())
         memory = [Region(name, nbytes, "local", _PURPOSES[name]) for name, nbytes in sizes(variants).items()]
         weights, math = _bounds(problem)
-        return Plan(
-            backend=SPEC.name,
-            version=__version__,
-            problem=problem,
-            ranks=ranks,
-            knobs=values,
-            wire=SPACE.wire(values),
-            regions=(Region("weights", problem.experts * expert_bytes(problem), "local", "experts, without biases"), *memory),
-            budgets={f"shared memory of {v.order}-{v.tile}": v.shared_bytes for v in variants},
-            bounds={"all weights once": weights, "products of max_tokens": math},
-            properties=("bitwise repeatable", *(f"up to {r.tokens} tokens: {r.order} order, tile {r.tile}" for r in rungs)),
-            detail=rungs,
-        )
+        return {
+            "regions": (Region("weights", problem.experts * expert_bytes(problem), "local", "experts, without biases"), *memory),
+            "budgets": {f"shared memory of {v.order}-{v.tile}": v.shared_bytes for v in variants},
+            "bounds": {"all weights once": weights, "products of max_tokens": math},
+            "properties": ("bitwise repeatable", *(f"up to {r.tokens} tokens: {r.order} order, tile {r.tile}" for r in rungs)),
+            "detail": rungs,
+        }
 
-    def _plan_ranks(self, problem: MoEProblem, ranks: int, values: Mapping[str, object]) -> Plan:
+    def _several(self, problem: MoEProblem, ranks: int, values: Mapping[str, object]) -> dict[str, Any]:
+        """The same for several ranks."""
         choice = ranks_plan.choice_of(values)
         variant = ranks_plan.variant(problem, ranks, choice)
+        config = variant.config
         weights, math = _bounds(problem)
-        return Plan(
-            backend=SPEC.name,
-            version=__version__,
-            problem=problem,
-            ranks=ranks,
-            knobs=values,
-            wire=SPACE.wire(values),
-            regions=ranks_plan.regions(problem, variant),
-            budgets={f"shared memory of native-{variant.config.tile_m} on {ranks} ranks": variant.config.shared_bytes},
-            bounds={"all weights once": weights * variant.config.experts / problem.experts, "products of max_tokens": math},
-            properties=ranks_plan.properties(choice),
-            detail=choice,
-        )
+        return {
+            "regions": ranks_plan.regions(problem, variant),
+            "budgets": {f"shared memory of native-{config.tile_m} on {ranks} ranks": config.shared_bytes},
+            "bounds": {"all weights once": weights * config.experts / problem.experts, "products of max_tokens": math},
+            "properties": ranks_plan.properties(choice),
+            "detail": choice,
+        }
 
     def prepare_weights(self, plan: Plan, weights: ExpertWeights) -> Sm90Weights:
         return Sm90Weights(plan, weights)
@@ -164,11 +158,12 @@ class Sm90Backend:
 
     def kernel(self, plan: Plan, tokens: int) -> str:
         """See :class:`megamoe.tune.Tunable`."""
+        early = "pdl" if plan.knobs["pdl"] else ""
         if plan.ranks > 1:
-            return f"ranks-{ranks_plan.variant(plan.problem, plan.ranks, plan.detail).config.tile_m}"
+            return "-".join(filter(None, (f"ranks-{ranks_plan.variant(plan.problem, plan.ranks, plan.detail).config.tile_m}", early)))
         rung = next(rung for rung in plan.detail if tokens <= rung.tokens)
         claims = rung.claims if rung.claims != NATIVE_CLAIMS[0] else ""
-        return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows, claims) if part)
+        return "-".join(str(part) for part in (rung.order, rung.tile, rung.rows, claims, early) if part)
 
     def kernels(self, plan: Plan, arch: str | None = None, *, biases: bool = False, sms: int | None = None) -> tuple[KernelRequest, ...]:
         """See :class:`megamoe.compile.Precompiles`; 132 multiprocessors unless told. Kernels in swap order suit any number of them."""

@@ -82,7 +82,7 @@ def choice_of(knobs: Mapping[str, object]) -> several.Choice:
             hint="leave these knobs at 'auto'",
         )
     tile, ring = (value if isinstance(value, int) else None for value in (knobs["native_tile"], knobs["ring"]))
-    return several.Choice(tile, ring, str(knobs["combine"]), str(knobs["wire"]))
+    return several.Choice(tile, ring, str(knobs["combine"]), str(knobs["wire"]), bool(knobs["pdl"]))
 
 
 def properties(choice: several.Choice) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,16 @@ class _Part:
 
 
 def measure(
-    shape: Shape, format: str, tokens: int, routing: str, *, backend: str | None, ranks: int, launches: int = 20, repeats: int = 5
+    shape: Shape,
+    format: str,
+    tokens: int,
+    routing: str,
+    *,
+    backend: str | None,
+    ranks: int,
+    launches: int = 20,
+    repeats: int = 5,
+    knobs: Mapping[str, object] | None = None,
 ) -> RanksPoint:
     """Measure one point.
 
@@ -78,9 +87,10 @@ def measure(
         ranks: processes, 2 or more; they share a GPU under MPS where there are not enough.
         launches: back to back in a repeat.
         repeats: of which the median counts.
+        knobs: for the backend.
 
     Raises:
-        InvalidInput: fewer than two ranks, or an unknown format.
+        InvalidInput: fewer than two ranks, an unknown format, or knobs that the backend does not have.
         UnsupportedProblem, BackendUnavailable: the backend refuses the layer or cannot run here.
         MegaMoEError: whatever the backend raises, with every failed rank's traceback; or the oracle rejects a token.
     """
@@ -90,10 +100,11 @@ def measure(
 
     if ranks < 2:
         raise InvalidInput(f"ranks={ranks}; allowed: 2 or more.", hint="megamoe bench without --ranks measures one rank")
-    get_backend(backend).plan(_problem(shape, format, tokens, ranks), ranks=ranks)  # what it refuses, it refuses before any rank starts
+    # What it refuses, it refuses before any rank starts.
+    get_backend(backend).plan(_problem(shape, format, tokens, ranks), ranks=ranks, knobs=knobs)
     try:
         with shared_gpu(backend, ranks) as env:
-            parts = launch(_rank, ranks, shape, format, tokens, routing, backend, launches, repeats, timeout=600.0, env=env)
+            parts = launch(_rank, ranks, shape, format, tokens, routing, backend, launches, repeats, knobs, timeout=600.0, env=env)
     except RanksFailed as error:
         raise MegaMoEError(f"{len(error.errors)} of {ranks} ranks failed:\n{error}") from error
     slowest = max(parts, key=lambda part: part.timing.ms)
@@ -114,7 +125,17 @@ def measure(
     )
 
 
-def _rank(rank: int, local: Shape, format: str, tokens: int, routing: str, backend_name: str | None, launches: int, repeats: int) -> _Part:
+def _rank(
+    rank: int,
+    local: Shape,
+    format: str,
+    tokens: int,
+    routing: str,
+    backend_name: str | None,
+    launches: int,
+    repeats: int,
+    knobs: Mapping[str, object] | None,
+) -> _Part:
     """One rank's process."""
     import torch
     import torch.distributed as dist
@@ -129,7 +150,7 @@ def _rank(rank: int, local: Shape, format: str, tokens: int, routing: str, backe
         torch.cuda.set_device(device)  # events are recorded on the current device
     problem = _problem(local, format, tokens, ranks)
     backend = get_backend(backend_name, device=device)
-    plan = backend.plan(problem, ranks=ranks)
+    plan = backend.plan(problem, ranks=ranks, knobs=knobs)
     generator = torch.Generator(device=device).manual_seed(rank)
     weights = make_weights(local, format, generator)
     x = torch.randn(tokens, local.hidden, device=device, generator=generator).to(torch.bfloat16)

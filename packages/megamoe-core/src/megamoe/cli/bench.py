@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from megamoe.cli import codes
 from megamoe.cli._arguments import require_gpu
+from megamoe.cli._problem import add_knob_argument, knobs_of
 from megamoe.cli.output import Output, add_json_flag
 from megamoe.errors import InvalidInput
 
@@ -30,6 +31,7 @@ SUMMARY = "measure speed against baselines and the machine's limits"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the measurement and of ``plot`` and ``compare``."""
     parser.add_argument("--backend", help="backend to measure (default: the one for this GPU)")
+    add_knob_argument(parser)
     parser.add_argument("--shapes", type=words, help="comma-separated shapes, or 'list' (default: dsv3,dsv4,qwen30b,qwen235b)")
     parser.add_argument("--tokens", type=numbers, help="comma-separated token counts (default: 1,8,32,128,512,2048,8192)")
     parser.add_argument("--formats", type=words, default=["fp8_block128"], help="comma-separated formats (default: fp8_block128)")
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         graph=args.graph,
         check_tokens=args.check_tokens,
         max_tokens=args.max_tokens,
+        knobs=knobs_of(args),
     )
     environment = results.environment(limits.as_dict())
     measured: list[Point] = []
@@ -109,7 +112,7 @@ def _several(out: Output, args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in ("against", "graph", "max_tokens", "measure_roof", "output")}
     if unused := [f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, False)]:
         raise InvalidInput(
-            f"--ranks {args.ranks} with {', '.join(unused)}; allowed with several ranks: --backend, --shapes, --tokens, --formats, "
+            f"--ranks {args.ranks} with {', '.join(unused)}; allowed with several ranks: --backend, --knob, --shapes, --tokens, --formats, "
             "--routing, --launches and --repeats.",
             hint=f"leave out {', '.join(unused)}; --json prints every figure",
         )
@@ -124,6 +127,7 @@ def _several(out: Output, args: argparse.Namespace) -> int:
                 ranks=args.ranks,
                 launches=args.launches,
                 repeats=args.repeats,
+                knobs=knobs_of(args),
             )
             measured.append(point)
             step()

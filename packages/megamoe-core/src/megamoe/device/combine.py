@@ -10,10 +10,10 @@ PIECES = 4  # 256-column pieces of a row that a warp sums at a time
 BATCH = 8  # routes in flight per piece
 
 
-def slot_of(ids, topk_w, token, slot, top_k, wide, weighted):
+def slot_of(ids, topk_w, token, slot, top_k, weighted):
     """(expert id, weight) of a token's slot."""
     route = token * top_k + slot
-    expert = routing.load_id(ids, route, wide)
+    expert = routing.load_id(ids, route)
     return expert, memory.ld_f32(topk_w + Int64(route) * 4) if weighted else Float32(1.0)
 
 
@@ -27,7 +27,6 @@ def sum_rows(
     experts: cutlass.Constexpr,
     top_k: cutlass.Constexpr,
     hidden: cutlass.Constexpr,
-    wide: cutlass.Constexpr,
     weighted: cutlass.Constexpr,
     warp: Int32,
     warps: Int32,
@@ -38,7 +37,7 @@ def sum_rows(
     `warp` of `warps` over the grid.
     """
     if tokens > 0:
-        _sum_units(stage, ids, topk_w, out, tokens, experts, top_k, hidden, wide, weighted, warp, warps, lane)
+        _sum_units(stage, ids, topk_w, out, tokens, experts, top_k, hidden, weighted, warp, warps, lane)
 
 
 @cute.jit
@@ -51,7 +50,6 @@ def _sum_units(
     experts: cutlass.Constexpr,
     top_k: cutlass.Constexpr,
     hidden: cutlass.Constexpr,
-    wide: cutlass.Constexpr,
     weighted: cutlass.Constexpr,
     warp,
     warps,
@@ -62,7 +60,7 @@ def _sum_units(
     slot = cutlass.min(lane, top_k - 1)
     unit = warp
     # Ids and weights of the next unit travel while this one is summed.
-    next_expert, next_weight = slot_of(ids, topk_w, cutlass.min(unit // chunks, tokens - 1), slot, top_k, wide, weighted)
+    next_expert, next_weight = slot_of(ids, topk_w, cutlass.min(unit // chunks, tokens - 1), slot, top_k, weighted)
     while unit < tokens * chunks:
         token = unit // chunks
         column = (unit - token * chunks) * width + lane * 8
@@ -70,7 +68,7 @@ def _sum_units(
         weight = Float32(0.0)
         if used:
             weight = next_weight
-        next_expert, next_weight = slot_of(ids, topk_w, cutlass.min((unit + warps) // chunks, tokens - 1), slot, top_k, wide, weighted)
+        next_expert, next_weight = slot_of(ids, topk_w, cutlass.min((unit + warps) // chunks, tokens - 1), slot, top_k, weighted)
         slots = cute.arch.vote_ballot_sync(used)
         total = [Float32(0.0) for _ in range(8 * PIECES)]
         for first in cutlass.range_constexpr(0, top_k, BATCH):

@@ -76,6 +76,8 @@ def send_rows(
             last = Int32(1)
     complete = cute.arch.vote_ballot_sync(last != 0)
     if complete != 0 and deadline.aborted(control) == 0:
+        # A lane has seen the other members' rows of the groups that it completed; all lanes read them.
+        cute.arch.sync_warp()
         place = place_of(slots, rank, ranks, top_k)
         rest = complete
         ahead = first_bit(rest)
@@ -86,8 +88,9 @@ def send_rows(
             at = first_bit(rest)
             rest = rest & (rest - 1)
             used = weight
-            # Weights of the next group travel while this one is added.
-            ahead = first_bit(rest) & 31
+            # Weights of the next group travel while this one is added; behind the last its own again: other tokens' sources may be through
+            # with this launch, and write the weights of the next one.
+            ahead = first_bit(rest | (Int32(rest == 0) << at))
             weight = weight_of(
                 table, weights, cute.arch.shuffle_sync(source, ahead), cute.arch.shuffle_sync(token, ahead), top_k, weighted, lane
             )

@@ -15,22 +15,13 @@ def ld_i64(address):
     return arch.inline_ptx("ld.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
 
 
-def _ld_if(address, condition, kind, dtype):
-    return arch.inline_ptx(
-        f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; mov.{kind} {{$w0}}, -1; @p ld.global.{kind} {{$w0}}, [{{$r0}}]; }}",
-        write_only_types=[dtype],
-        read_only_args=[address, Int32(condition)],
-    )
-
-
 def ld_i32_if(address, condition):
     """The int32 at `address`, or -1 where `condition` does not hold (nothing is read then)."""
-    return _ld_if(address, condition, "b32", Int32)
-
-
-def ld_i64_if(address, condition):
-    """The int64 at `address`, or -1 where `condition` does not hold (nothing is read then)."""
-    return _ld_if(address, condition, "b64", Int64)
+    return arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.b32 {$w0}, -1; @p ld.global.b32 {$w0}, [{$r0}]; }",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(condition)],
+    )
 
 
 def ld_f32(address):

@@ -14,13 +14,8 @@ from megamoe.device import deadline, memory
 BATCH = 16  # ids a thread has in flight
 
 
-def load_id(ids, route, wide, condition=True):
-    """The expert id of a route as int32, -1 unless `condition` holds. An int64 that does not fit becomes an id that no expert has."""
-    if wide:
-        value = memory.ld_i64_if(ids + Int64(route) * 8, condition)
-        low = Int32(value)
-        fits = Int32(Int64(low) == value)
-        return low * fits + 0x7FFFFFFF * (1 - fits)
+def load_id(ids, route, condition=True):
+    """The expert id of a route, -1 unless `condition` holds."""
     return memory.ld_i32_if(ids + Int64(route) * 4, condition)
 
 
@@ -29,7 +24,6 @@ def count_routes(
     ids: Int64,
     routes: Int32,
     experts: cutlass.Constexpr,
-    wide: cutlass.Constexpr,
     counts: cute.Pointer,
     control: Int64,
     thread: Int32,
@@ -41,7 +35,7 @@ def count_routes(
     while i < routes:
         values = []
         for j in cutlass.range_constexpr(BATCH):
-            values.append(load_id(ids, i + j * threads, wide, i + j * threads < routes))
+            values.append(load_id(ids, i + j * threads, i + j * threads < routes))
         for j in cutlass.range_constexpr(BATCH):
             if values[j] >= 0 and values[j] < experts:
                 memory.shared_increment(counts + values[j])
@@ -108,7 +102,6 @@ def build_lists(
     ids: Int64,
     routes: Int32,
     experts: cutlass.Constexpr,
-    wide: cutlass.Constexpr,
     tile: cutlass.Constexpr,
     counts: cute.Pointer,
     base: cute.Pointer,
@@ -135,7 +128,7 @@ def build_lists(
             while i - lane < routes:
                 values = []
                 for j in cutlass.range_constexpr(BATCH):
-                    values.append(load_id(ids, i + j * threads, wide, i + j * threads < routes))
+                    values.append(load_id(ids, i + j * threads, i + j * threads < routes))
                 for j in cutlass.range_constexpr(BATCH):
                     route = i + j * threads
                     hit = values[j] == e

@@ -4,39 +4,22 @@ from dataclasses import dataclass
 
 from megamoe.device import regions
 
-FORMATS = ("fp8_block128", "fp8_tensor", "fp8_tensor_e5m2", "bf16")
+from .layer_config import ROW_BYTES, SMEM_BYTES, TILE_N, LayerConfig
+
 TILES_M = (64, 128)
 CLAIMS = ("early", "late")  # a CTA's next task: claimed while two are ahead of it, or when the one before it begins
 ROWS = ("gather", "pool")  # rows of x straight into shared memory by 16-byte copies, or through a pool grouped by expert and TMA
 MAX_SLOTS = 8  # rows that the dispatch warp has in flight
-TILE_N = 256  # weight rows of a tile: 128 gate and 128 up rows in FC1, 256 output columns in FC2
-ROW_BYTES = 128  # a K block is one 128-byte swizzled line a row
-SMEM_BYTES = 232448
-MATH_WARPS = 8
-THREADS = 384
 
 
 @dataclass(frozen=True)
-class NativeConfig:
+class NativeConfig(LayerConfig):
     """One compiled kernel.
 
-    limit: None for no clamp. rows: how rows of x reach the tiles, see ROWS. claims: see CLAIMS. unroll, stages: None to derive them from
-    the shape.
+    rows: how rows of x reach the tiles, see ROWS. claims: see CLAIMS. unroll, stages: None to derive them from the shape. sms: CTAs of a
+    launch.
     """
 
-    fmt: str
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    act_bf16: bool = True
-    limit: float | None = None
-    alpha: float = 1.0
-    up_bias: float = 0.0
-    bias13: bool = False
-    bias2: bool = False
-    early: bool = False
-    ids64: bool = False
     tile_m: int = 128
     rows: str = "gather"
     claims: str = "early"
@@ -44,25 +27,9 @@ class NativeConfig:
     unroll: int | None = None
     sms: int = 132
 
-    def __post_init__(self):
-        if self.fmt not in FORMATS:
-            raise ValueError(f"fmt is {self.fmt!r}; it must be one of {', '.join(FORMATS)}")
-        if self.tile_m not in TILES_M:
-            raise ValueError(f"tile_m is {self.tile_m}; it must be one of {TILES_M}")
-        if self.rows not in ROWS:
-            raise ValueError(f"rows is {self.rows!r}; it must be one of {ROWS}")
-        if self.claims not in CLAIMS:
-            raise ValueError(f"claims is {self.claims!r}; it must be one of {CLAIMS}")
-        step = 128 if self.block_scales else 64
-        for name in ("hidden", "intermediate"):
-            if getattr(self, name) % step or getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive multiple of {step} for {self.fmt}")
-        if not 1 <= self.experts <= 512:
-            raise ValueError(f"experts is {self.experts}; it must be 1 to 512")
-        if not 1 <= self.top_k <= 32:
-            raise ValueError(f"top_k is {self.top_k}; it must be 1 to 32")
-        if self.early and self.bias2:
-            raise ValueError("early routing weights cannot be combined with an output bias (bias2)")
+    def faults(self) -> list[str]:
+        own = (self.not_among(*field) for field in (("tile_m", TILES_M), ("rows", ROWS), ("claims", CLAIMS)))
+        return [*super().faults(), *(fault for fault in own if fault)]
 
     @property
     def slots(self) -> int:
@@ -70,48 +37,9 @@ class NativeConfig:
         return 0
 
     @property
-    def block_scales(self) -> bool:
-        return self.fmt == "fp8_block128"
-
-    @property
-    def e5m2(self) -> bool:
-        return self.fmt == "fp8_tensor_e5m2"
-
-    @property
-    def element(self) -> int:
-        return 2 if self.fmt == "bf16" else 1
-
-    @property
     def stream_weights(self) -> bool:
         """Weights leave L2 first: gathering kernels run where few row blocks read each weight, and rows should stay."""
         return self.rows == "gather"
-
-    @property
-    def quantize(self) -> bool:
-        return self.act_bf16 and self.fmt != "bf16"
-
-    @property
-    def block_k(self) -> int:
-        """Elements of a K block."""
-        return ROW_BYTES // self.element
-
-    @property
-    def kb1(self) -> int:
-        return -(-self.hidden // self.block_k)
-
-    @property
-    def kb2(self) -> int:
-        return -(-self.intermediate // self.block_k)
-
-    @property
-    def n1(self) -> int:
-        """FC1 tasks a row block."""
-        return -(-self.intermediate // 128)
-
-    @property
-    def n2(self) -> int:
-        """FC2 tasks a row block."""
-        return -(-self.hidden // TILE_N)
 
     @property
     def k_unroll(self) -> int:

@@ -6,7 +6,7 @@ from cutlass import Int32, Int64
 
 from megamoe.device import deadline, memory, regions, routing, stream
 
-from .config import ROW_BYTES, TILE_N
+from .layer_config import ROW_BYTES, TILE_N
 
 ROW_WARPS = 2
 WORDS = 8  # words of a task before its routes

@@ -11,15 +11,17 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
-from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 
 from megamoe.device import combine, deadline, dispatch, launch, memory, quantize, regions, routing, stream
 
-from .config import MATH_WARPS, THREADS, TILE_N, NativeConfig
+from .config import NativeConfig
 from .epilogue import Epilogue
+from .layer_config import MATH_WARPS, THREADS, TILE_N
 from .loaders import ROW_WARPS, WORDS, Loaders
 from .mathloop import MathLoop
+from .tensors import DTYPES, loads, matrix, swizzled, tensor
 
 MATH_THREADS = 32 * MATH_WARPS
 BAR_MATH = 1
@@ -31,7 +33,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
 
     def __init__(self, config: NativeConfig):
         self.c = config
-        self.dtype = {"bf16": BFloat16, "fp8_tensor_e5m2": Float8E5M2}.get(config.fmt, Float8E4M3FN)
+        self.dtype = DTYPES[config.fmt]
 
     @property
     def row_arrivals(self):
@@ -65,7 +67,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         stage: Int64,
         out: Int64,
         tokens: Int32,
-        live: Int64,
         bank_bytes: Int32,
         pool_rows: Int32,
         grid: Int32,
@@ -74,27 +75,16 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
     ):
         c = self.c
         e, h, i, bk, stages = c.experts, c.hidden, c.intermediate, c.block_k, c.num_stages
-        p13 = cute.make_ptr(self.dtype, w13, cute.AddressSpace.gmem, assumed_align=16)
-        p2 = cute.make_ptr(self.dtype, w2, cute.AddressSpace.gmem, assumed_align=16)
+        la = swizzled(self.dtype, c.tile_m, bk, stages)
+        lb = swizzled(self.dtype, TILE_N, bk, stages)
+        lh = swizzled(self.dtype, TILE_N // 2, bk, 2 * stages)
         # Gate and up rows of an expert are two slices: a partial last panel is cut off by the TMA unit in both.
-        m13 = cute.make_tensor(p13, cute.make_layout((i, h, 2 * e), stride=(h, 1, i * h)))
-        m2 = cute.make_tensor(p2, cute.make_layout((h, i, e), stride=(i, 1, h * i)))
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        la = cute.tile_to_shape(atom, (c.tile_m, bk, stages), order=(0, 1, 2))
-        lb = cute.tile_to_shape(atom, (TILE_N, bk, stages), order=(0, 1, 2))
-        lh = cute.tile_to_shape(atom, (TILE_N // 2, bk, 2 * stages), order=(0, 1, 2))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        t13, g13 = cpasync.make_tiled_tma_atom(load, m13, cute.select(lh, mode=[0, 1]), (TILE_N // 2, bk))
-        t2, g2 = cpasync.make_tiled_tma_atom(load, m2, cute.select(lh, mode=[0, 1]), (TILE_N // 2, bk))
+        t13, g13 = loads(tensor(self.dtype, w13, (i, h, 2 * e), (h, 1, i * h)), lh, (TILE_N // 2, bk))
+        t2, g2 = loads(tensor(self.dtype, w2, (h, i, e), (i, 1, h * i)), lh, (TILE_N // 2, bk))
         # Row tiles of the pool and of mid; without a pool the first only stands in.
-        pool_at = pool if c.rows == "pool" else mid
-        px = cute.make_ptr(self.dtype, pool_at, cute.AddressSpace.gmem, assumed_align=16)
-        pm = cute.make_ptr(self.dtype, mid, cute.AddressSpace.gmem, assumed_align=16)
-        mx = cute.make_tensor(px, cute.make_layout((pool_rows, h), stride=(h, 1)))
-        mm = cute.make_tensor(pm, cute.make_layout((pool_rows, i), stride=(i, 1)))
-        lr = cute.tile_to_shape(atom, (64, bk, c.tile_m // 64 * stages), order=(0, 1, 2))
-        tx, gx = cpasync.make_tiled_tma_atom(load, mx, cute.select(lr, mode=[0, 1]), (64, bk))
-        tm, gm = cpasync.make_tiled_tma_atom(load, mm, cute.select(lr, mode=[0, 1]), (64, bk))
+        lr = swizzled(self.dtype, 64, bk, c.tile_m // 64 * stages)
+        tx, gx = loads(matrix(self.dtype, pool if c.rows == "pool" else mid, pool_rows, h), lr, (64, bk))
+        tm, gm = loads(matrix(self.dtype, mid, pool_rows, i), lr, (64, bk))
 
         @cute.struct
         class Storage:
@@ -117,85 +107,48 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             first: cute.struct.MemRange[Int32, c.slots + 1]
 
         self.storage = Storage
-        self.kernel(
-            t13,
-            g13,
-            t2,
-            g2,
-            tx,
-            gx,
-            tm,
-            gm,
-            la,
-            lb,
-            lh,
-            lr,
-            w13_scale,
-            w2_scale,
-            x,
-            x_scale,
-            ids,
-            topk_w,
-            b13,
-            b2,
-            mid_static,
-            control,
-            xq,
-            xs,
-            row_route,
-            pool,
-            pool_scale,
-            mid,
-            mid_scale,
-            stage,
-            out,
-            tokens,
-            live,
-            bank_bytes,
-            pool_rows,
-            wait_ms,
-        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+        given = SimpleNamespace(
+            t13=t13,
+            g13=g13,
+            t2=t2,
+            g2=g2,
+            tx=tx,
+            gx=gx,
+            tm=tm,
+            gm=gm,
+            la=la,
+            lb=lb,
+            lh=lh,
+            lr=lr,
+            w13_scale=w13_scale,
+            w2_scale=w2_scale,
+            x=x,
+            x_scale=x_scale,
+            ids=ids,
+            topk_w=topk_w,
+            b13=b13,
+            b2=b2,
+            mid_static=mid_static,
+            control=control,
+            xq=xq,
+            xs=xs,
+            row_route=row_route,
+            pool=pool,
+            pool_scale=pool_scale,
+            mid=mid,
+            mid_scale=mid_scale,
+            stage=stage,
+            out=out,
+            tokens=tokens,
+            bank_bytes=bank_bytes,
+            pool_rows=pool_rows,
+            wait_ms=wait_ms,
+        )
+        self.kernel(given).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl)
 
     @cute.kernel
-    def kernel(
-        self,
-        t13: cute.CopyAtom,
-        g13: cute.Tensor,
-        t2: cute.CopyAtom,
-        g2: cute.Tensor,
-        tx: cute.CopyAtom,
-        gx: cute.Tensor,
-        tm: cute.CopyAtom,
-        gm: cute.Tensor,
-        la: cute.ComposedLayout,
-        lb: cute.ComposedLayout,
-        lh: cute.ComposedLayout,
-        lr: cute.ComposedLayout,
-        w13_scale: Int64,
-        w2_scale: Int64,
-        x: Int64,
-        x_scale: Int64,
-        ids: Int64,
-        topk_w: Int64,
-        b13: Int64,
-        b2: Int64,
-        mid_static: Int64,
-        control: Int64,
-        xq: Int64,
-        xs: Int64,
-        row_route: Int64,
-        pool: Int64,
-        pool_scale: Int64,
-        mid: Int64,
-        mid_scale: Int64,
-        stage: Int64,
-        out: Int64,
-        tokens: Int32,
-        live: Int64,
-        bank_bytes: Int32,
-        pool_rows: Int32,
-        wait_ms: Int32,
-    ):
+    def kernel(self, g: SimpleNamespace):
+        """`g`: tensor maps, layouts and arguments, as `__call__` gathers them."""
         c = self.c
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
@@ -209,10 +162,10 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         counts, base, ring = st.counts.data_ptr(), st.base.data_ptr(), st.ring.data_ptr()
         count = st.counts.get_tensor(cute.make_layout(c.experts))
         cursor = st.cursor.get_tensor(cute.make_layout(1))
-        sA = st.a.get_tensor(la.outer, swizzle=la.inner)
-        sB = st.b.get_tensor(lb.outer, swizzle=lb.inner)
-        sAr = st.a.get_tensor(lr.outer, swizzle=lr.inner)
-        sBh = st.b.get_tensor(lh.outer, swizzle=lh.inner)
+        sA = st.a.get_tensor(g.la.outer, swizzle=g.la.inner)
+        sB = st.b.get_tensor(g.lb.outer, swizzle=g.lb.inner)
+        sAr = st.a.get_tensor(g.lr.outer, swizzle=g.lr.inner)
+        sBh = st.b.get_tensor(g.lh.outer, swizzle=g.lh.inner)
         moving, moved = st.moving.data_ptr(), st.moved.data_ptr()
         a_ptr, scale_ptr, rows, amax, cursor_ptr = (
             st.a.data_ptr(),
@@ -222,20 +175,16 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             st.cursor.data_ptr(),
         )
 
-        epoch = launch.epoch_of(control)
-        bank = launch.bank_of(control, epoch, bank_bytes)
-        list_ready = control + regions.BANKS + Int64(bank_bytes) * 2
-        if live != 0:
-            tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
-        routes = tokens * c.top_k
-
+        if cutlass.const_expr(not c.pdl):
+            epoch, bank, list_ready = self.own_counters(g)
+        routes = g.tokens * c.top_k
         i = tidx
         while i < c.experts:
             count[i] = Int32(0)
             i = i + THREADS
         if warp == 0:
-            cpasync.prefetch_descriptor(t13)
-            cpasync.prefetch_descriptor(t2)
+            cpasync.prefetch_descriptor(g.t13)
+            cpasync.prefetch_descriptor(g.t2)
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(c.num_stages):
                     cute.arch.mbarrier_init(full + s, 1 + self.row_arrivals)
@@ -246,32 +195,25 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 cute.arch.mbarrier_init(moved, 1)
                 cursor[0] = Int32(0)
             cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(c.pdl):
+            # Until here only what is this CTA's own. From here on all that came before on the stream is complete, for every thread:
+            # weights, activations and ids, and what the launch before this one did to the control block and the workspace. On several
+            # ranks it is also why counts of a launch reach no peer before this rank has left the launch before it.
+            cute.arch.griddepcontrol_wait()
+            epoch, bank, list_ready = self.own_counters(g)
         cute.arch.sync_threads()
         # What depends on where rows come from and go to, for the methods that one rank and several have of their own.
         self.w = SimpleNamespace(
-            control=control,
+            **vars(g),
             bank=bank,
             epoch=epoch,
             list_ready=list_ready,
-            row_route=row_route,
-            x=x,
-            x_scale=x_scale,
-            xq=xq,
-            xs=xs,
-            ids=ids,
-            topk_w=topk_w,
-            tokens=tokens,
             routes=routes,
-            bank_bytes=bank_bytes,
-            pool_rows=pool_rows,
-            wait_ms=wait_ms,
             counts=counts,
             base=base,
             cursor=cursor_ptr,
             sent=st.sent.data_ptr(),
             first=st.first.data_ptr(),
-            stage=stage,
-            out=out,
             bidx=bidx,
             grid=grid,
             warp=warp,
@@ -285,26 +227,26 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             cute.arch.setmaxregister_decrease(c.registers[1])
             self.await_counts()
             if warp == MATH_WARPS:
-                self.load_weights(t13, g13, t2, g2, sBh, full, empty, ring, tfull, tempty, lane)
+                self.load_weights(g.t13, g.g13, g.t2, g.g2, sBh, full, empty, ring, tfull, tempty, lane)
             elif warp == MATH_WARPS + 1:
-                self.schedule(control, bank, ring, tfull, tempty, counts, base, bidx, grid, lane)
+                self.schedule(g.control, bank, ring, tfull, tempty, counts, base, bidx, grid, lane)
             else:
                 if cutlass.const_expr(c.rows == "gather"):
                     self.load_rows(
                         *self.rows_of_x(),
-                        mid,
-                        mid_scale,
-                        w13_scale,
-                        w2_scale,
-                        row_route,
-                        control,
+                        g.mid,
+                        g.mid_scale,
+                        g.w13_scale,
+                        g.w2_scale,
+                        g.row_route,
+                        g.control,
                         bank,
                         list_ready,
                         routes,
-                        pool_rows,
+                        g.pool_rows,
                         epoch,
                         grid,
-                        wait_ms,
+                        g.wait_ms,
                         memory.shared_address(a_ptr),
                         memory.shared_address(scale_ptr),
                         rows,
@@ -317,24 +259,24 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                         lane,
                     )
                 else:
-                    ready = bank + regions.ready_offset(bank_bytes)
+                    ready = bank + regions.ready_offset(g.bank_bytes)
                     if warp == MATH_WARPS + 2:
                         self.load_tiles(
-                            tx,
-                            gx,
-                            tm,
-                            gm,
+                            g.tx,
+                            g.gx,
+                            g.tm,
+                            g.gm,
                             sAr,
-                            pool_scale,
-                            mid_scale,
-                            w13_scale,
-                            w2_scale,
-                            row_route,
-                            control,
+                            g.pool_scale,
+                            g.mid_scale,
+                            g.w13_scale,
+                            g.w2_scale,
+                            g.row_route,
+                            g.control,
                             bank,
                             ready,
-                            pool_rows,
-                            wait_ms,
+                            g.pool_rows,
+                            g.wait_ms,
                             memory.shared_address(scale_ptr),
                             full,
                             empty,
@@ -344,10 +286,10 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                             lane,
                         )
                     else:
-                        self.move_rows(pool, pool_scale, ready, memory.shared_address(moving), moved)
+                        self.move_rows(g.pool, g.pool_scale, ready, memory.shared_address(moving), moved)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
-            launch.clear_next_bank(control, epoch, bank_bytes, bidx * MATH_THREADS + tidx, grid * MATH_THREADS)
+            launch.clear_next_bank(g.control, epoch, g.bank_bytes, bidx * MATH_THREADS + tidx, grid * MATH_THREADS)
             self.front()
             self.math(
                 sA,
@@ -362,27 +304,25 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 wg,
                 warp,
                 tidx,
-                x_scale,
-                w13_scale,
-                w2_scale,
-                b13,
-                b2,
-                topk_w,
-                mid_static,
-                mid,
-                mid_scale,
-                stage,
-                pool_rows,
             )
+            if cutlass.const_expr(c.pdl):
+                # When all CTAs of this launch have come here, and so are resident, CTAs of the next one may take the places of those that
+                # leave. They keep no rank that shares the GPU from starting: tasks end only after all CTAs of all ranks have counted.
+                cute.arch.griddepcontrol_launch_dependents()
             self.finish()
             if tidx == 0:
-                launch.leave(control, grid)
+                launch.leave(g.control, grid)
+
+    def own_counters(self, g):
+        """(Number of this launch, its bank of counters, row lists that are ready)."""
+        epoch = launch.epoch_of(g.control)
+        return epoch, launch.bank_of(g.control, epoch, g.bank_bytes), g.control + regions.BANKS + Int64(g.bank_bytes) * 2
 
     @cute.jit
     def count(self):
         """Every CTA counts all routes, so that all know where each expert's rows go."""
         c, w = self.c, self.w
-        routing.count_routes(w.ids, w.routes, c.experts, c.ids64, w.counts, w.control, w.tidx, THREADS)
+        routing.count_routes(w.ids, w.routes, c.experts, w.counts, w.control, w.tidx, THREADS)
         cute.arch.sync_threads()
         if w.warp == 0:
             routing.block_prefix(w.counts, w.base, c.experts, c.tile_m, w.lane)
@@ -466,7 +406,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             w.ids,
             w.routes,
             c.experts,
-            c.ids64,
             c.tile_m,
             w.counts,
             w.base,
@@ -505,7 +444,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             experts,
             c.top_k,
             c.hidden,
-            c.ids64,
             not c.early,
             w.bidx * MATH_WARPS + w.warp,
             w.grid * MATH_WARPS,
@@ -527,17 +465,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         wg,
         warp,
         tidx,
-        x_scale,
-        w13_scale,
-        w2_scale,
-        b13,
-        b2,
-        topk_w,
-        mid_static,
-        mid,
-        mid_scale,
-        stage_out,
-        pool_rows,
     ):
         """The math warpgroups' walk over the tasks."""
         c = self.c
@@ -573,17 +500,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                             exchanged,
                             wg,
                             lane,
-                            x_scale,
-                            w13_scale,
-                            w2_scale,
-                            b13,
-                            b2,
-                            topk_w,
-                            mid_static,
-                            mid,
-                            mid_scale,
-                            stage_out,
-                            pool_rows,
                         )
                 if valid <= 64 and kind < stream.END:
                     stage, phase, flip = self.run_tile(
@@ -599,17 +515,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                         exchanged,
                         wg,
                         lane,
-                        x_scale,
-                        w13_scale,
-                        w2_scale,
-                        b13,
-                        b2,
-                        topk_w,
-                        mid_static,
-                        mid,
-                        mid_scale,
-                        stage_out,
-                        pool_rows,
                     )
                 cute.arch.sync_warp()
                 if lane == 0:
@@ -634,20 +539,9 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         exchanged,
         wg,
         lane,
-        x_scale,
-        w13_scale,
-        w2_scale,
-        b13,
-        b2,
-        topk_w,
-        mid_static,
-        mid,
-        mid_scale,
-        stage_out,
-        pool_rows,
     ):
         """K loop and epilogue of one tile."""
-        c = self.c
+        c, w = self.c, self.w
         for p in cutlass.range_constexpr(part.pieces):
             part.accs[p].fill(0.0)
         rounds = Int32(c.kb2 // c.k_unroll)
@@ -671,19 +565,20 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 valid,
                 routes,
                 lane,
-                x_scale,
-                w13_scale,
-                b13,
-                topk_w,
-                mid_static,
-                mid,
-                mid_scale,
-                pool_rows,
+                w.x_scale,
+                w.w13_scale,
+                w.b13,
+                w.topk_w,
+                w.mid_static,
+                w.mid,
+                w.mid_scale,
+                w.pool_rows,
                 exchange,
             )
-            flip = flip ^ 1
+            if cutlass.const_expr(part.split):  # a full tile meets nobody: its turn would hand the words of the tile before to the next one
+                flip = flip ^ 1
         else:
-            self.fc2(part, part.accs, e, n, valid, routes, lane, mid_static, w2_scale, b2, stage_out)
+            self.fc2(part, part.accs, e, n, valid, routes, lane, w.mid_static, w.w2_scale, w.b2, w.stage)
         return stage, phase, flip
 
     def exchange_amax(self, own, exchanged, flip, row, wg):

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64
 
 from megamoe.device import collect, deadline, exchange, memory, peers, pull, regions, routing, stream, wire
 
-from .config import MATH_WARPS, THREADS
+from .layer_config import MATH_WARPS, THREADS
 from .native import BAR_MATH, MATH_THREADS, NativeMoE
 
 BAR_COUNTED = 3

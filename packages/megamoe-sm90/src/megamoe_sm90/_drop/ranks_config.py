@@ -29,23 +29,19 @@ class RanksConfig(NativeConfig):
     wire: str = "bf16"
     delays: bool = False
 
-    def __post_init__(self):
-        super().__post_init__()
+    def faults(self) -> list[str]:
+        found = [*super().faults(), self.not_among("combine", wire.COMBINES), self.not_among("wire", wire.WIRES)]
         if not 2 <= self.ranks <= wire.MOST_RANKS:
-            raise ValueError(f"ranks is {self.ranks}; it must be 2 to {wire.MOST_RANKS}")
+            found.append(f"ranks={self.ranks}; allowed: 2 to {wire.MOST_RANKS}")
         if self.rows != "pool":
-            raise ValueError(f"rows is {self.rows!r}; it must be 'pool' on several ranks")
-        for name, allowed in (("combine", wire.COMBINES), ("wire", wire.WIRES)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+            found.append(f"rows={self.rows!r}; allowed: 'pool' on several ranks")
         if self.wire != "bf16" and not self.grouped:
-            raise ValueError(f"wire is {self.wire!r}; it must be 'bf16' with combine 'routes'")
-        if self.ids64:
-            raise ValueError("ids64 is set; several ranks take int32 ids")
+            found.append(f"wire={self.wire!r}; allowed: 'bf16' with combine 'routes'")
         if self.ring < LEAST_RING and self.ring != 0:
-            raise ValueError(f"ring is {self.ring}; it must be 0, or {LEAST_RING} or more")
+            found.append(f"ring={self.ring}; allowed: 0, or {LEAST_RING} or more")
         if not 1 <= self.most < wire.MOST_ROUTES:
-            raise ValueError(f"max_tokens * top_k is {self.most}; it must be below {wire.MOST_ROUTES}")
+            found.append(f"max_tokens * top_k is {self.most}; allowed: 1 to {wire.MOST_ROUTES - 1}")
+        return [fault for fault in found if fault]
 
     @property
     def layout(self):

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64
 
 from megamoe.device import deadline, grouped, memory, peers, stream
 
-from .config import MATH_WARPS
+from .layer_config import MATH_WARPS
 from .ranks import RanksMoE
 
 

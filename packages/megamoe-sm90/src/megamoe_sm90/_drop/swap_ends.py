@@ -25,7 +25,7 @@ class SwapEnds:
         return words
 
     def piece_words(self):
-        return 8 if self.cfg.act_bf16 or self.cfg.elem == 2 else 4
+        return 8 if self.cfg.act_bf16 or self.cfg.element == 2 else 4
 
     @cute.jit
     def load_first_piece(self):
@@ -66,19 +66,19 @@ class SwapEnds:
         inside = at < cfg.hidden
         at = cutlass.min(at, cfg.hidden - 16)
         scale = Float32(0.0)
-        if cutlass.const_expr(cfg.act_bf16 and cfg.elem == 1):
+        if cutlass.const_expr(cfg.quantize):
             words, scale = self.quantize(words)
-        elif cutlass.const_expr(cfg.scaled):
-            scale = memory.ld_f32(cx.x_scale + (Int64(token) * cfg.k1 + at // 128) * 4)
+        elif cutlass.const_expr(cfg.block_scales):
+            scale = memory.ld_f32(cx.x_scale + (Int64(token) * cfg.kb1 + at // 128) * 4)
         leads = inside and cx.lane % 8 == 0
         for slot in cutlass.range(cfg.top_k, unroll=1):
             row = cx.route[token * cfg.top_k + slot]
             if row >= 0:
                 if inside:
-                    to = cx.xq + (Int64(row) * cfg.hidden + at) * cfg.elem
+                    to = cx.xq + (Int64(row) * cfg.hidden + at) * cfg.element
                     for i in cutlass.range_constexpr(len(words) // 4):
                         memory.st_v4(to + 16 * i, *words[4 * i : 4 * i + 4])
-                if cutlass.const_expr(cfg.scaled):
+                if cutlass.const_expr(cfg.block_scales):
                     if leads:
                         memory.st_f32(cx.xs + (Int64(at // 128) * cfg.rows + row) * 4, scale)
 
@@ -91,7 +91,7 @@ class SwapEnds:
             raw[i] = words[i]
         value = cute.make_rmem_tensor(cute.make_layout(16), Float32)
         value.store(cute.recast_tensor(raw, BFloat16).load().to(Float32))
-        if cfg.scaled:
+        if cfg.block_scales:
             top = Float32(1e-10)
             for i in range(16):
                 top = cute.arch.fmax(top, cute.arch.fmax(value[i], -value[i]))
@@ -115,7 +115,7 @@ class SwapEnds:
         A CTA's items lie next to the columns that it finished itself, so few of them are waited for.
         """
         cx, cfg = self.cx, self.cfg
-        items = cx.tokens * cfg.tiles2
+        items = cx.tokens * cfg.n2
         item = self.span(items, cx.cta)
         last = self.span(items, cx.cta + 1)
         if item < last:

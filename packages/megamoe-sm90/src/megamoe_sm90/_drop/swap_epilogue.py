@@ -4,7 +4,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float32, Int32, Int64, Uint8
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8
 
 from megamoe.device import memory
 from megamoe_sm90._drop import swap_config as layout
@@ -33,7 +33,7 @@ class SwapEpilogue:
         per = n // 2
         channel = cx.wg * 64 + (cx.warp % 4) * 16 + cx.lane // 4
         gate, up = accs
-        if cutlass.const_expr(cfg.elem == 1 and not cfg.scaled):
+        if cutlass.const_expr(cfg.element == 1 and not cfg.block_scales):
             factor = memory.ld_f32(cx.w13_scale + Int64(expert) * 4) * memory.ld_f32(cx.x_scale)
             for v in cutlass.range_constexpr(per):
                 gate[v] = gate[v] * factor
@@ -54,16 +54,16 @@ class SwapEpilogue:
             if cutlass.const_expr(cfg.early):
                 value = value * cx.row_weight[row + cutlass.max(cutlass.min((v // 4) * 8 + 2 * (cx.lane % 4) + v % 2, count - 1), 0)]
             gate[v] = value
-        if cutlass.const_expr(cfg.scaled):
+        if cutlass.const_expr(cfg.block_scales):
             self.scale_mid(n, gate, row, count, part)
-        elif cutlass.const_expr(cfg.elem == 1):
+        elif cutlass.const_expr(cfg.element == 1):
             mid = memory.ld_f32(cx.mid_static)
             inverse = reciprocal(mid)
             for v in cutlass.range_constexpr(per):
                 gate[v] = divide(gate[v], mid, inverse)
-        target = cx.mid + (Int64(row) * cfg.intermediate + part * 128) * cfg.elem
-        self.write_rows(n, gate, self.dtype, target, cfg.intermediate * cfg.elem, count, (cfg.intermediate - part * 128) * cfg.elem)
-        self.publish(cx.control + (cfg.tags + Int64(block * cfg.tiles1 + part) * 4), count)
+        target = cx.mid + (Int64(row) * cfg.intermediate + part * 128) * cfg.element
+        self.write_rows(n, gate, self.dtype, target, cfg.intermediate * cfg.element, count, (cfg.intermediate - part * 128) * cfg.element)
+        self.publish(cx.control + (cfg.tags + Int64(block * cfg.n1 + part) * 4), count)
 
     @cute.jit
     def scale_mid(self, n: cutlass.Constexpr, value, row: Int32, count: Int32, part: Int32):
@@ -100,12 +100,12 @@ class SwapEpilogue:
         row = cx.block_row[block]
         channel = cx.wg * 64 + (cx.warp % 4) * 16 + cx.lane // 4
         factor = Float32(1.0)
-        if cutlass.const_expr(cfg.elem == 1 and not cfg.scaled):
+        if cutlass.const_expr(cfg.element == 1 and not cfg.block_scales):
             factor = memory.ld_f32(cx.w2_scale + Int64(expert) * 4) * memory.ld_f32(cx.mid_static)
         for half in cutlass.range_constexpr(2):
             acc = accs[half]
             first = part * 256 + half * 128
-            if cutlass.const_expr(cfg.elem == 1 and not cfg.scaled):
+            if cutlass.const_expr(cfg.element == 1 and not cfg.block_scales):
                 for v in cutlass.range_constexpr(n // 2):
                     acc[v] = acc[v] * factor
             if cutlass.const_expr(cfg.bias2):
@@ -159,6 +159,3 @@ class SwapEpilogue:
                 if col < cols and p * cols + col < count and seg * 16 < width:
                     w = words[None, seg, col].load()
                     memory.st_v4(target + Int64(p * cols + col) * pitch + seg * 16, w[0], w[1], w[2], w[3])
-
-
-DTYPES = {"fp8_block128": Float8E4M3FN, "fp8_tensor": Float8E4M3FN, "fp8_tensor_e5m2": Float8E5M2, "bf16": BFloat16}

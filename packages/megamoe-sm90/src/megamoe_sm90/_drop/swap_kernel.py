@@ -7,22 +7,25 @@ while `mid` is finished. Partial tiles are summed in ascending K by the CTA that
 Global words that are waited for are epoch tags or counters of a bank that the next launch's predecessor zeroes: the host zeroes nothing.
 """
 
+from types import SimpleNamespace
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from megamoe.device import memory, regions
-from megamoe_sm90._drop.swap_config import THREADS, SwapConfig
+from megamoe_sm90._drop.layer_config import MATH_WARPS, THREADS
+from megamoe_sm90._drop.swap_config import SwapConfig
 from megamoe_sm90._drop.swap_ends import SwapEnds
-from megamoe_sm90._drop.swap_epilogue import DTYPES, SwapEpilogue
+from megamoe_sm90._drop.swap_epilogue import SwapEpilogue
 from megamoe_sm90._drop.swap_feed import SwapFeed
 from megamoe_sm90._drop.swap_math import SwapMath
 from megamoe_sm90._drop.swap_routing import SwapRouting
+from megamoe_sm90._drop.tensors import DTYPES, loads, matrix, swizzled, tensor
 
-MATH_WARPS = 8
 WEIGHT_WARP, TOKEN_WARP, EPOCH_WARP = 8, 9, 10
 
 
@@ -65,7 +68,6 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         stage: Int64,
         out: Int64,
         tokens: Int32,
-        live: Int64,
         grid: Int32,
         deadline_ns: Int64,
         stream: cuda.CUstream,
@@ -74,42 +76,24 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         cfg = self.cfg
         e, h, i, rows, nt = cfg.experts, cfg.hidden, cfg.intermediate, cfg.rows, cfg.token_tile
 
-        def matrix(address, dtype, m, k):
-            return cute.make_tensor(
-                cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout((m, k), stride=(k, 1))
-            )
-
-        def planes(address, k):
-            return cute.make_tensor(
-                cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout((rows, k), stride=(1, rows))
-            )
-
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        lw = cute.tile_to_shape(atom, (128, cfg.bk, cfg.stages), order=(0, 1, 2))
-        lt = cute.tile_to_shape(atom, (nt, cfg.bk, cfg.token_stages), order=(0, 1, 2))
-        lbox = cute.tile_to_shape(atom, (cfg.box_rows, cfg.bk), order=(0, 1))
+        lw = swizzled(self.dtype, 128, cfg.block_k, cfg.stages)
+        lt = swizzled(self.dtype, nt, cfg.block_k, cfg.token_stages)
+        lbox = swizzled(self.dtype, cfg.box_rows, cfg.block_k)
         ls = cute.make_layout((nt, 1, cfg.token_stages), stride=(1, nt, cfg.scale_pitch))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-
-        def tma(tensor, box, tile):
-            return cpasync.make_tiled_tma_atom(load, tensor, box, tile)
-
-        weights = cute.select(lw, mode=[0, 1])
-        t13, g13 = tma(matrix(w13, self.dtype, e * 2 * i, h), weights, (128, cfg.bk))
-        t2, g2 = tma(matrix(w2, self.dtype, e * h, i), weights, (128, cfg.bk))
-        tx, gx = tma(matrix(xq, self.dtype, rows, h), lbox, (cfg.box_rows, cfg.bk))
-        tm, gm = tma(matrix(mid, self.dtype, rows, i), lbox, (cfg.box_rows, cfg.bk))
+        t13, g13 = loads(matrix(self.dtype, w13, e * 2 * i, h), lw, (128, cfg.block_k))
+        t2, g2 = loads(matrix(self.dtype, w2, e * h, i), lw, (128, cfg.block_k))
+        tx, gx = loads(matrix(self.dtype, xq, rows, h), lbox, (cfg.box_rows, cfg.block_k))
+        tm, gm = loads(matrix(self.dtype, mid, rows, i), lbox, (cfg.box_rows, cfg.block_k))
         txs, gxs, tms, gms = tx, gx, tm, gm
-        if cutlass.const_expr(cfg.scaled):
-            scales = cute.select(ls, mode=[0, 1])
-            txs, gxs = tma(planes(xs, cfg.k1), scales, (nt, 1))
-            tms, gms = tma(planes(mid_scale, cfg.k2), scales, (nt, 1))
+        if cutlass.const_expr(cfg.block_scales):  # one plane of scales a K block
+            txs, gxs = loads(tensor(Float32, xs, (rows, cfg.kb1), (1, rows)), ls, (nt, 1))
+            tms, gms = loads(tensor(Float32, mid_scale, (rows, cfg.kb2), (1, rows)), ls, (nt, 1))
 
         @cute.struct
         class Storage:
-            w: cute.struct.Align[cute.struct.MemRange[self.dtype, 128 * cfg.bk * cfg.stages], 1024]
-            t: cute.struct.Align[cute.struct.MemRange[self.dtype, nt * cfg.bk * cfg.token_stages], 1024]
-            ts: cute.struct.Align[cute.struct.MemRange[Float32, cfg.scale_pitch * cfg.token_stages if cfg.scaled else 4], 128]
+            w: cute.struct.Align[cute.struct.MemRange[self.dtype, 128 * cfg.block_k * cfg.stages], 1024]
+            t: cute.struct.Align[cute.struct.MemRange[self.dtype, nt * cfg.block_k * cfg.token_stages], 1024]
+            ts: cute.struct.Align[cute.struct.MemRange[Float32, cfg.scale_pitch * cfg.token_stages if cfg.block_scales else 4], 128]
             out: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.epilogue_bytes], 16]
             amax: cute.struct.Align[cute.struct.MemRange[Float32, nt * 8], 16]
             w_full: cute.struct.MemRange[Int64, cfg.stages]
@@ -126,120 +110,7 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             misc: cute.struct.MemRange[Int32, 4]
 
         self.storage = Storage
-        self.kernel(
-            t13,
-            g13,
-            t2,
-            g2,
-            tx,
-            gx,
-            txs,
-            gxs,
-            tm,
-            gm,
-            tms,
-            gms,
-            lw,
-            lt,
-            ls,
-            w13_scale,
-            w2_scale,
-            x,
-            x_scale,
-            ids,
-            topk_w,
-            b13,
-            b2,
-            mid_static,
-            control,
-            xq,
-            xs,
-            partial,
-            mid,
-            mid_scale,
-            stage,
-            out,
-            tokens,
-            live,
-            Int32(deadline_ns >> 20),
-        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
-
-    # ---------------------------------------------------------------- device side
-    @cute.kernel
-    def kernel(
-        self,
-        t13: cute.CopyAtom,
-        g13: cute.Tensor,
-        t2: cute.CopyAtom,
-        g2: cute.Tensor,
-        tx: cute.CopyAtom,
-        gx: cute.Tensor,
-        txs: cute.CopyAtom,
-        gxs: cute.Tensor,
-        tm: cute.CopyAtom,
-        gm: cute.Tensor,
-        tms: cute.CopyAtom,
-        gms: cute.Tensor,
-        lw: cute.ComposedLayout,
-        lt: cute.ComposedLayout,
-        ls: cute.Layout,
-        w13_scale: Int64,
-        w2_scale: Int64,
-        x: Int64,
-        x_scale: Int64,
-        ids: Int64,
-        topk_w: Int64,
-        b13: Int64,
-        b2: Int64,
-        mid_static: Int64,
-        control: Int64,
-        xq: Int64,
-        xs: Int64,
-        partial: Int64,
-        mid: Int64,
-        mid_scale: Int64,
-        stage: Int64,
-        out: Int64,
-        tokens: Int32,
-        live: Int64,
-        deadline: Int32,
-    ):
-        cfg = self.cfg
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
-        gdim, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        wg = cute.arch.make_warp_uniform(tidx // 128)
-        lane = tidx % 32
-        st = SmemAllocator().allocate(self.storage)
-        s_misc = st.misc.get_tensor(cute.make_layout(4))
-        ring = cute.recast_ptr(cute.recast_ptr(st.w.data_ptr(), dtype=Uint8), dtype=Int32)
-        cx = self.cx
-        cx.set(
-            tidx=tidx,
-            cta=bidx,
-            grid=gdim,
-            warp=warp,
-            wg=wg,
-            lane=lane,
-            deadline=deadline,
-            control=control,
-            ids=ids,
-            topk_w=topk_w,
-            b13=b13,
-            b2=b2,
-            w13_scale=w13_scale,
-            w2_scale=w2_scale,
-            x=x,
-            x_scale=x_scale,
-            mid_static=mid_static,
-            out=out,
-            xq=xq,
-            xs=xs,
-            mid=mid,
-            mid_scale=mid_scale,
-            stage=stage,
-            partial=partial,
+        given = SimpleNamespace(
             tma_w13=t13,
             g_w13=g13,
             tma_w2=t2,
@@ -252,9 +123,57 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             g_m=gm,
             tma_ms=tms,
             g_ms=gms,
-            s_w=st.w.get_tensor(lw.outer, swizzle=lw.inner),
-            s_t=st.t.get_tensor(lt.outer, swizzle=lt.inner),
-            s_ts=st.ts.get_tensor(ls) if cfg.scaled else None,
+            w13_scale=w13_scale,
+            w2_scale=w2_scale,
+            x=x,
+            x_scale=x_scale,
+            ids=ids,
+            topk_w=topk_w,
+            b13=b13,
+            b2=b2,
+            mid_static=mid_static,
+            control=control,
+            xq=xq,
+            xs=xs,
+            partial=partial,
+            mid=mid,
+            mid_scale=mid_scale,
+            stage=stage,
+            out=out,
+            tokens=tokens,
+            deadline=Int32(deadline_ns >> 20),
+            lw=lw,
+            lt=lt,
+            ls=ls,
+        )
+        self.kernel(given).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=cfg.pdl)
+
+    # ---------------------------------------------------------------- device side
+    @cute.kernel
+    def kernel(self, g: SimpleNamespace):
+        """`g`: tensor maps, layouts and arguments, as `__call__` gathers them."""
+        cfg = self.cfg
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        gdim, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        wg = cute.arch.make_warp_uniform(tidx // 128)
+        lane = tidx % 32
+        st = SmemAllocator().allocate(self.storage)
+        s_misc = st.misc.get_tensor(cute.make_layout(4))
+        ring = cute.recast_ptr(cute.recast_ptr(st.w.data_ptr(), dtype=Uint8), dtype=Int32)
+        cx = self.cx
+        cx.set(
+            **vars(g),
+            tidx=tidx,
+            cta=bidx,
+            grid=gdim,
+            warp=warp,
+            wg=wg,
+            lane=lane,
+            s_w=st.w.get_tensor(g.lw.outer, swizzle=g.lw.inner),
+            s_t=st.t.get_tensor(g.lt.outer, swizzle=g.lt.inner),
+            s_ts=st.ts.get_tensor(g.ls) if cfg.block_scales else None,
             s_ws=st.ws.get_tensor(cute.make_layout(cfg.stages)),
             out_bytes=st.out.data_ptr(),
             amax=st.amax.get_tensor(cute.make_layout((cfg.token_tile, 8), stride=(8, 1))),
@@ -274,24 +193,27 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             ranks=cute.make_tensor(ring + cfg.bitmap_words, cute.make_layout(cfg.bitmap_words)),
         )
 
-        if live != 0:
-            tokens = cutlass.max(cutlass.min(tokens, memory.ld_i32(live)), 0)
-        routes = tokens * cfg.top_k
-        if tidx == 32 * EPOCH_WARP:
-            s_misc[1] = memory.ld_relaxed(control + regions.EPOCH)
+        routes = cx.tokens * cfg.top_k
+        if cutlass.const_expr(not cfg.pdl):
+            self.take_epoch()
         if warp == WEIGHT_WARP:
-            for atom in (t13, t2, tx, tm) + ((txs, tms) if cfg.scaled else ()):
+            for atom in (cx.tma_w13, cx.tma_w2, cx.tma_x, cx.tma_m) + ((cx.tma_xs, cx.tma_ms) if cfg.block_scales else ()):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(cfg.stages):
                     # With block scales the scale's own copy arrives beside the TMA.
-                    cute.arch.mbarrier_init(cx.w_full + s, 2 if cfg.scaled else 1)
+                    cute.arch.mbarrier_init(cx.w_full + s, 2 if cfg.block_scales else 1)
                     cute.arch.mbarrier_init(cx.w_empty + s, MATH_WARPS)
                 for s in cutlass.range_constexpr(cfg.token_stages):
                     cute.arch.mbarrier_init(cx.t_full + s, 1)
                     cute.arch.mbarrier_init(cx.t_empty + s, MATH_WARPS)
             cute.arch.mbarrier_init_fence()
-        cx.set(tokens=tokens, pieces=tokens * (-(-cfg.hidden // 512)))
+        if cutlass.const_expr(cfg.pdl):
+            # Until here only what is this CTA's own. From here on all that came before on the stream is complete, for every thread:
+            # weights, activations and ids, and what the launch before this one did to the control block and the workspace.
+            cute.arch.griddepcontrol_wait()
+            self.take_epoch()
+        cx.set(pieces=cx.tokens * (-(-cfg.hidden // 512)))
         cx.set(early=cute.make_rmem_tensor(cute.make_layout(self.piece_words()), Int32))
         if warp < MATH_WARPS:
             self.load_first_piece()
@@ -301,10 +223,10 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         epoch = s_misc[1]
         cx.set(
             blocks=blocks,
-            units1=blocks * (cfg.tiles1 * cfg.k1),
-            units2=blocks * (cfg.tiles2 * cfg.k2),
+            units1=blocks * (cfg.n1 * cfg.kb1),
+            units2=blocks * (cfg.n2 * cfg.kb2),
             tag=epoch + 1,
-            bank=control + regions.BANKS + Int64(epoch & 1) * cfg.bank_bytes,
+            bank=cx.control + regions.BANKS + Int64(epoch & 1) * cfg.bank_bytes,
         )
         self.bind_mma()
         # setmaxnreg takes effect only where each role is one branch of a single if / else.
@@ -324,7 +246,17 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
             self.place_activations()
             w_stage, w_phase, t_stage, t_phase = self.run_phase(0, Int32(0), Int32(0), Int32(0), Int32(0))
             self.run_phase(1, w_stage, w_phase, t_stage, t_phase)
+            if cutlass.const_expr(cfg.pdl):
+                # CTAs of the next launch may take the place of those that leave, when all CTAs of this one have come here.
+                cute.arch.griddepcontrol_launch_dependents()
             self.sum_rows()
+
+    @cute.jit
+    def take_epoch(self):
+        """Where all threads find it once the routing is built."""
+        misc, control = self.cx.misc, self.cx.control
+        if self.cx.tidx == 32 * EPOCH_WARP:
+            misc[1] = memory.ld_relaxed(control + regions.EPOCH)
 
     @cute.jit
     def advance_epoch(self, epoch: Int32):
@@ -343,14 +275,3 @@ class SwapKernel(SwapRouting, SwapEnds, SwapFeed, SwapMath, SwapEpilogue):
         while i < self.cfg.bank_bytes // 4:
             memory.st_i32(base + Int64(i) * 4, Int32(0))
             i = i + 32 * self.cx.grid
-
-
-def kernel_and_args(cfg: SwapConfig):
-    """The jit object and example arguments for a compilation, which needs no GPU."""
-    return SwapKernel(cfg), (*[Int64(0)] * 19, Int32(1), Int64(0), Int32(1), Int64(0), cuda.CUstream(0))
-
-
-def compile_swap(cfg: SwapConfig):
-    """Compile one variant for sm_90a; needs no GPU. The result takes the arguments of SwapKernel.__call__."""
-    kernel, args = kernel_and_args(cfg)
-    return cute.compile[cute.GPUArch("sm_90a")](kernel, *args)

@@ -26,7 +26,7 @@ class SwapMath:
     def bind_mma(self):
         """Per width: the MMA that starts at zero, the one that accumulates (two constant atoms instead of one that is switched in the
         loop), and the operand descriptors. Called at the top of the kernel."""
-        cx, bk = self.cx, self.cfg.bk
+        cx, bk = self.cx, self.cfg.block_k
         major = cute.nvgpu.OperandMajorMode.K
         for n in self.cfg.widths:
             atoms = []
@@ -44,15 +44,15 @@ class SwapMath:
         mma0, mma1, a, b, _ = self.cx.mma[n]
         warpgroup.fence()
         for kk in range(4):
-            cute.gemm(mma0 if kk == 0 and self.cfg.elem == 1 else mma1, out, a[None, None, kk, w_stage], b[None, None, kk, t_stage], out)
+            cute.gemm(mma0 if kk == 0 and self.cfg.element == 1 else mma1, out, a[None, None, kk, w_stage], b[None, None, kk, t_stage], out)
         warpgroup.commit_group()
 
     def promote(self, acc, temp, scale, xs):
         """acc += temp * weight scale * token scale; without block scales a plain sum, which keeps the long sum out of the tensor core."""
-        if self.cfg.elem == 2:
+        if self.cfg.element == 2:
             return
         for v in range(cute.size(acc)):
-            if self.cfg.scaled:
+            if self.cfg.block_scales:
                 acc[v] = cute.math.fma(temp[v], scale * xs[(v // 4) * 2 + v % 2], acc[v])
             else:
                 acc[v] = acc[v] + temp[v]
@@ -69,7 +69,7 @@ class SwapMath:
     def run_phase(self, fc: cutlass.Constexpr, w_stage: Int32, w_phase: Int32, t_stage: Int32, t_phase: Int32):
         """All tiles of FC1 (fc 0) or FC2 (fc 1) in this CTA's share."""
         cx, cfg = self.cx, self.cfg
-        kt = cfg.k1 if fc == 0 else cfg.k2
+        kt = cfg.kb1 if fc == 0 else cfg.kb2
         units = cx.units1 if fc == 0 else cx.units2
         unit = self.span(units, cx.cta)
         last = self.span(units, cx.cta + 1)
@@ -120,7 +120,7 @@ class SwapMath:
         shape = cx.mma[n][4]
         accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
         pair = n <= 64  # both halves in flight together where two temporaries fit
-        if cutlass.const_expr(cfg.elem == 2):
+        if cutlass.const_expr(cfg.element == 2):
             temps = accs
         else:
             temps = [cute.make_rmem_tensor(shape, Float32) for _ in range(2 if pair else 1)]
@@ -129,7 +129,7 @@ class SwapMath:
         for _ in cutlass.range(blocks, unroll=1):
             cute.arch.mbarrier_wait(cx.t_full + t_stage, t_phase)
             xs = []
-            if cutlass.const_expr(cfg.scaled):
+            if cutlass.const_expr(cfg.block_scales):
                 for j in cutlass.range_constexpr(n // 8):
                     for c in cutlass.range_constexpr(2):
                         xs.append(cx.s_ts[8 * j + 2 * (cx.lane % 4) + c, 0, t_stage])
@@ -137,7 +137,7 @@ class SwapMath:
             for half in cutlass.range_constexpr(2):
                 stages.append(w_stage)
                 cute.arch.mbarrier_wait(cx.w_full + w_stage, w_phase)
-                scales.append(cx.s_ws[w_stage] if cutlass.const_expr(cfg.scaled) else None)
+                scales.append(cx.s_ws[w_stage] if cutlass.const_expr(cfg.block_scales) else None)
                 self.issue(n, temps[half % len(temps)], w_stage, t_stage)
                 w_stage = w_stage + 1
                 if w_stage == cfg.stages:
@@ -178,7 +178,7 @@ class SwapMath:
         return self.cx.partial + Int64(cta) * cfg.partial_bytes + fc * (cfg.partial_bytes // 2) + Int64(self.cx.tidx) * 16
 
     def partial_tag(self, fc, cta):
-        return self.cx.control + (self.cfg.tags + 4 * self.cfg.blocks * self.cfg.tiles1) + Int64(cta) * 8 + fc * 4
+        return self.cx.control + (self.cfg.tags + 4 * self.cfg.blocks * self.cfg.n1) + Int64(cta) * 8 + fc * 4
 
     @cute.jit
     def send_partial(self, fc: cutlass.Constexpr, n: cutlass.Constexpr, accs):

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from megamoe.device import deadline, memory
-from megamoe_sm90._drop.swap_config import THREADS
+from megamoe_sm90._drop.layer_config import THREADS
 
 BATCH = 4  # ids in flight per thread
 
@@ -27,7 +27,7 @@ class SwapRouting:
             loaded = []
             for j in cutlass.range_constexpr(BATCH):
                 r = cutlass.min(first + j * THREADS, routes - 1)
-                loaded.append(memory.ld_i64(cx.ids + Int64(r) * 8) if cfg.ids64 else memory.ld_i32(cx.ids + Int64(r) * 4))
+                loaded.append(memory.ld_i32(cx.ids + Int64(r) * 4))
             for j in cutlass.range_constexpr(BATCH):
                 r = first + j * THREADS
                 if r < routes:

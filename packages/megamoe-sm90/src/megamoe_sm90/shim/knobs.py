@@ -39,6 +39,7 @@ SPACE = Space(
         Knob("native_claims", (AUTO, *NATIVE_CLAIMS), "when a native CTA claims a task: two ahead of its turn, or one"),
         Knob("swap_tile", (AUTO, *SWAP_TILES), "tokens of a swap-order tile"),
         Knob("swap_tokens", (AUTO, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), "most tokens of a call that runs in swap order"),
+        Knob("pdl", (False, True), "a launch begins while the one before it on the stream ends (programmatic dependent launch)"),
         Knob("ring", (AUTO, *RINGS), "several ranks: groups of row blocks that pool and mid hold at a time; 0: all that may come"),
         Knob("combine", COMBINES, "several ranks: a row returns for all routes of a token to a rank, or for every route", wire=True),
         Knob("wire", WIRES, "several ranks: how rows return", wire=True),
@@ -75,6 +76,7 @@ class Rung:
         tile: tokens of a tile.
         rows: native order only: ``"gather"`` or ``"pool"``; else ``""``.
         claims: native order only: ``"early"`` or ``"late"``; else ``""``.
+        pdl: launches may begin while the one before them on the stream ends.
     """
 
     tokens: int
@@ -82,6 +84,7 @@ class Rung:
     tile: int
     rows: str = ""
     claims: str = ""
+    pdl: bool = False
 
 
 def ladder(problem: MoEProblem, knobs: Mapping[str, object]) -> tuple[Rung, ...]:
@@ -97,7 +100,7 @@ def ladder(problem: MoEProblem, knobs: Mapping[str, object]) -> tuple[Rung, ...]
     asked = knobs["order"] == "swap" or any(knobs[name] != AUTO for name in ("swap_tile", "swap_tokens"))
     kept: list[Rung] = []
     for found in (*_swap_rungs(problem, knobs), *_native_rungs(problem, knobs)):
-        rung = replace(found, tokens=min(found.tokens, problem.max_tokens))
+        rung = replace(found, tokens=min(found.tokens, problem.max_tokens), pdl=bool(knobs["pdl"]))
         if rung.tokens <= (kept[-1].tokens if kept else 0):
             continue
         fault = _swap_fault(problem, rung)
@@ -114,7 +117,7 @@ def ladder(problem: MoEProblem, knobs: Mapping[str, object]) -> tuple[Rung, ...]
 def variants_of(problem: MoEProblem, rungs: tuple[Rung, ...], operands: Operands) -> tuple[Variant, ...]:
     """The kernels of a ladder, rung by rung. Native kernels share a memory layout, which is for the session's ``max_tokens``."""
     return tuple(
-        Variant.of(problem, r.order, r.tile, r.rows, r.tokens if r.order == "swap" else problem.max_tokens, operands, r.claims)
+        Variant.of(problem, r.order, r.tile, r.rows, r.tokens if r.order == "swap" else problem.max_tokens, operands, r.claims, pdl=r.pdl)
         for r in rungs
     )
 
@@ -130,7 +133,7 @@ def _swap_fault(problem: MoEProblem, rung: Rung) -> str:
         return str(error)
     assert isinstance(config, SwapConfig)
     # A CTA's share begins at units * cta // grid, in int32.
-    units = config.blocks * max(config.tiles1 * config.k1, config.tiles2 * config.k2)
+    units = config.blocks * max(config.n1 * config.kb1, config.n2 * config.kb2)
     most = (2**31 - 1) // SMS
     return f"{units} K blocks; allowed: {most}" if units > most else ""
 

@@ -75,7 +75,7 @@ class Call:
         self._before = tuple(fixed.get(name, 0) for name in names[:first])
         self._between = tuple(fixed.get(name, 0) for name in names[last:-1])
         self._static_scale = weights.get("x_static", 0)
-        self._limits = (0, *variant.limits(seconds))  # 0: no device word limits the live tokens further
+        self._limits = variant.limits(seconds)
 
     def run(self, tokens: int, x: int, x_scale: int, ids: int, topk_weights: int, out: int, stream: int) -> None:
         scale = x_scale or self._static_scale

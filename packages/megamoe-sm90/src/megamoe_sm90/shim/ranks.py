@@ -17,7 +17,7 @@ from megamoe.ep.physical import PhysicalExperts
 from megamoe.problem import MoEProblem
 from megamoe_sm90._drop.ranks_config import AHEAD, LEAST_RING, RanksConfig
 from megamoe_sm90.shim.launch import Call, Launcher
-from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands, check_arch, ticks
+from megamoe_sm90.shim.variants import ARCH, OPERANDS, PACKAGES, Operands, check_arch, layer_fields, ticks
 
 if TYPE_CHECKING:
     from megamoe.ep.heap import Heap
@@ -40,14 +40,16 @@ class Choice(NamedTuple):
         tile: token rows of a tile. Else 128, or 64 where experts get few rows on average.
         ring: groups of the task stream whose rows pool and mid hold at a time, 0 for all that may come. Else what 256 MiB hold, but 4 at
             least. A ring that is larger than all that may come is no ring.
-        combine: what returns to the source of a token, one of ``wire.COMBINES``.
-        wire: how it is written, one of ``wire.WIRES``.
+        combine: what returns to the source of a token, one of ``COMBINES`` of megamoe.device.wire.
+        wire: how it is written, one of ``WIRES`` there.
+        pdl: launches may begin while the one before them on the stream ends.
     """
 
     tile: int | None = None
     ring: int | None = None
     combine: str = COMBINES[0]
     wire: str = WIRES[0]
+    pdl: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +77,12 @@ class RanksVariant:
             operands: what differs between calls or weights; its ``sms`` are the CTAs of a launch.
             delays: random waits at every step, for tests.
         """
-        form, physical = problem.activation, PhysicalExperts.of(problem.resolved_placement(ranks), problem.experts)
+        physical = PhysicalExperts.of(problem.resolved_placement(ranks), problem.experts)
         tile = choice.tile
         if tile is None:
             tile = 128 if ranks * problem.max_tokens * problem.top_k > _FULL_TILE_ROWS * problem.experts else 64
         config = RanksConfig(
-            fmt=problem.format,
-            experts=physical.width,
-            top_k=problem.top_k,
-            hidden=problem.hidden,
-            intermediate=problem.intermediate,
-            act_bf16=not operands.quantized,
-            limit=form.limit,
-            alpha=form.alpha,
-            up_bias=form.up_bias,
-            bias13=operands.b13,
-            bias2=operands.b2,
-            early=problem.routing_weight == "early",
+            **{**layer_fields(problem, operands), "experts": physical.width},
             tile_m=tile,
             rows="pool",
             sms=operands.sms,
@@ -101,6 +92,7 @@ class RanksVariant:
             copies=physical.copies,
             combine=choice.combine,
             wire=choice.wire,
+            pdl=choice.pdl,
             delays=delays,
         )
         config = replace(config, ring=ring_of(config) if choice.ring is None else choice.ring)
@@ -128,7 +120,7 @@ class RanksVariant:
         return (*OPERANDS, "control", *_MEMORY, "out")
 
     def limits(self, seconds: float) -> tuple[int, ...]:
-        """Launch arguments between the live tokens and the stream: memory layout, grid and the deadline of waits in ticks of 2^20 ns."""
+        """Launch arguments between the tokens and the stream: memory layout, grid and the deadline of waits in ticks of 2^20 ns."""
         return self.config.bank_bytes, self.config.pool_rows, self.ctas, ticks(seconds)
 
 

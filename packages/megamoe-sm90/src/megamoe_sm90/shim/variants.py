@@ -13,7 +13,8 @@ from megamoe.compile import KernelRequest
 from megamoe.device import regions
 from megamoe.errors import InvalidInput
 from megamoe.problem import MoEProblem
-from megamoe_sm90._drop.config import CLAIMS, ROWS, THREADS, TILES_M, NativeConfig
+from megamoe_sm90._drop.config import CLAIMS, ROWS, TILES_M, NativeConfig
+from megamoe_sm90._drop.layer_config import THREADS
 from megamoe_sm90._drop.swap_config import TOKEN_TILES, SwapConfig
 
 ARCH = "sm_90a"
@@ -76,7 +77,18 @@ class Variant:
     sms: int
 
     @classmethod
-    def of(cls, problem: MoEProblem, order: str, tile: int, rows: str, tokens: int, operands: Operands, claims: str = CLAIMS[0]) -> Variant:
+    def of(
+        cls,
+        problem: MoEProblem,
+        order: str,
+        tile: int,
+        rows: str,
+        tokens: int,
+        operands: Operands,
+        claims: str = CLAIMS[0],
+        *,
+        pdl: bool = False,
+    ) -> Variant:
         """The kernel for a problem.
 
         Args:
@@ -86,22 +98,9 @@ class Variant:
                 the session's ``max_tokens``.
             operands: see :class:`Operands`.
             claims: native order only: when a CTA claims its next task.
+            pdl: launches may begin while the one before them on the stream ends.
         """
-        form = problem.activation
-        common = {
-            "fmt": problem.format,
-            "experts": problem.experts,
-            "top_k": problem.top_k,
-            "hidden": problem.hidden,
-            "intermediate": problem.intermediate,
-            "act_bf16": not operands.quantized,
-            "limit": form.limit,
-            "alpha": form.alpha,
-            "up_bias": form.up_bias,
-            "bias13": operands.b13,
-            "bias2": operands.b2,
-            "early": problem.routing_weight == "early",
-        }
+        common = {**layer_fields(problem, operands), "pdl": pdl}
         config = (
             NativeConfig(**common, tile_m=tile, rows=rows, claims=claims, sms=operands.sms)
             if order == "native"
@@ -124,11 +123,9 @@ class Variant:
         return KernelRequest(self.name, PACKAGES, {"order": self.order, **asdict(self.config)}, ARCH, self._build)
 
     def _build(self) -> tuple[Any, tuple[Any, ...]]:
-        if isinstance(self.config, SwapConfig):
-            from megamoe_sm90._drop.swap_kernel import kernel_and_args as build
-        else:
-            from megamoe_sm90._drop.host import kernel_and_args as build
-        kernel, arguments = build(self.config)
+        from megamoe_sm90._drop.host import kernel_and_args
+
+        kernel, arguments = kernel_and_args(self.config)
         return kernel, arguments
 
     @property
@@ -171,12 +168,31 @@ class Variant:
         return (*OPERANDS, "control", *memory, "out")
 
     def limits(self, seconds: float) -> tuple[int, ...]:
-        """Launch arguments between the live tokens and the stream: memory layout, grid and the deadline of waits."""
+        """Launch arguments between the tokens and the stream: memory layout, grid and the deadline of waits."""
         if isinstance(self.config, SwapConfig):
             return self.sms, ticks(seconds) << TICK  # in nanoseconds; the kernel counts in ticks too
         bank = regions.bank_bytes(regions.max_blocks(self.tokens, self.config.top_k, self.config.experts, _BLOCK_TILE))
         rows = regions.pool_rows(self.tokens, self.config.top_k, self.config.experts, self.tile)
         return bank, rows, self.sms, ticks(seconds)
+
+
+def layer_fields(problem: MoEProblem, operands: Operands) -> dict[str, Any]:
+    """What a problem and its operands say of the configuration of any kernel, with all experts on this rank."""
+    form = problem.activation
+    return {
+        "fmt": problem.format,
+        "experts": problem.experts,
+        "top_k": problem.top_k,
+        "hidden": problem.hidden,
+        "intermediate": problem.intermediate,
+        "act_bf16": not operands.quantized,
+        "limit": form.limit,
+        "alpha": form.alpha,
+        "up_bias": form.up_bias,
+        "bias13": operands.b13,
+        "bias2": operands.b2,
+        "early": problem.routing_weight == "early",
+    }
 
 
 def ticks(seconds: float) -> int:
