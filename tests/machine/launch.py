@@ -67,8 +67,8 @@ class Launch:
         shared_bytes: static and dynamic shared memory of a CTA.
         start: nanoseconds of virtual time after which it starts.
         stop_after: steps of its threads after which it stops for ever, as a killed process does; 0: never.
-        gpu: number of the GPU that it runs on; ``None``: its place among the launches of the run. Matters for :class:`Order`.
         sms: of the device, each for one CTA at a time; 0: as many as CTAs.
+        gpu: number of the GPU that it runs on; ``None``: its place among the launches of the run. Matters for :class:`Order`.
     """
 
     kernel: int
@@ -79,8 +79,8 @@ class Launch:
     shared_bytes: int
     start: int = 0
     stop_after: int = 0
-    gpu: int | None = None
     sms: int = 0
+    gpu: int | None = None
 
     def late(self, nanoseconds: int) -> Launch:
         """The same launch, but it starts later."""
