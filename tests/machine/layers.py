@@ -15,6 +15,7 @@ import torch
 
 from megamoe import MoEProblem
 from megamoe.device import regions, wire
+from megamoe.formats import load
 from megamoe.testing import routing
 from megamoe.testing.trial import Inputs, Trial, make_trial
 from megamoe_sm90.backend import Sm90Backend
@@ -316,3 +317,23 @@ def inputs_of(problem: MoEProblem, tokens: int, pattern: str, seed: int) -> Inpu
     ids = routing.PATTERNS[pattern](problem, tokens, generator).to(torch.int32)
     x = torch.randn(tokens, problem.hidden, generator=generator).to(torch.bfloat16)
     return Inputs(x, ids, routing.weights(tokens, problem.top_k, generator))
+
+
+def check_calls(layer: OneRank, calls: Sequence[tuple[str, int]]) -> None:
+    """Launches one after the other on one workspace, by routing pattern and tokens: right, and the same bytes in another thread order."""
+    for number, (pattern, tokens) in enumerate(calls):
+        inputs = inputs_of(layer.problem, tokens, pattern, seed=number)
+        out = layer.run(inputs, seed=2 * number)
+        assert not layer.judge(inputs, out), (pattern, tokens, layer.judge(inputs, out))
+        if number % 3 == 0:
+            assert same_bytes(out, layer.run(inputs, seed=2 * number + 1)), (pattern, tokens)
+    assert layer.status()["abort"] == 0
+
+
+def check_quantized(problem: MoEProblem, kernel: Sequence[Any], calls: Sequence[tuple[str, int]]) -> None:
+    """Activations that come quantized end in the bytes of those that the kernel quantizes."""
+    plain, quantized = (OneRank(problem, *kernel, quantized=q) for q in (False, True))
+    for number, (pattern, tokens) in enumerate(calls):
+        inputs = inputs_of(problem, tokens, pattern, seed=number)
+        x, scale = load(problem.format).quantize(inputs.x, static_scale=plain.trial.weights.x_scale)
+        assert same_bytes(plain.run(inputs, seed=number), quantized.run(inputs._replace(x=x), x_scale=scale, seed=number + 50))

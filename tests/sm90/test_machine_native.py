@@ -8,11 +8,10 @@ import torch
 pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
 
 from tests.machine.launch import MachineFault, compiler
-from tests.machine.layers import OneRank, inputs_of, same_bytes
+from tests.machine.layers import OneRank, check_calls, check_quantized, inputs_of
 
 from megamoe import MoEProblem
 from megamoe.device import regions
-from megamoe.formats import load
 from megamoe.problem import SwiGLU
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
@@ -55,24 +54,12 @@ CASES = {
 
 @pytest.mark.parametrize(("problem", "kernel", "more"), CASES.values(), ids=CASES)
 def test_every_call_is_right_and_repeats_its_bytes(problem, kernel, more):
-    layer = OneRank(problem_of(**problem), "native", *kernel, **more)
-    for number, (pattern, tokens) in enumerate(CALLS):
-        inputs = inputs_of(layer.problem, tokens, pattern, seed=number)
-        out = layer.run(inputs, seed=2 * number)
-        assert not layer.judge(inputs, out), (pattern, tokens, layer.judge(inputs, out))
-        if number % 3 == 0:
-            assert same_bytes(out, layer.run(inputs, seed=2 * number + 1)), (pattern, tokens)
-    assert layer.status()["abort"] == 0
+    check_calls(OneRank(problem_of(**problem), "native", *kernel, **more), CALLS)
 
 
 @pytest.mark.parametrize(("format", "kernel"), [("fp8_block128", (128, "pool")), ("fp8_tensor", (64, "gather"))])
 def test_quantized_activations_end_in_the_bytes_of_bf16_ones(format, kernel):
-    problem = problem_of(format=format)
-    plain, quantized = (OneRank(problem, "native", *kernel, quantized=q) for q in (False, True))
-    for number, (pattern, tokens) in enumerate(CALLS[:3]):
-        inputs = inputs_of(problem, tokens, pattern, seed=number)
-        x, scale = load(format).quantize(inputs.x, static_scale=plain.trial.weights.x_scale)
-        assert same_bytes(plain.run(inputs, seed=number), quantized.run(inputs._replace(x=x), x_scale=scale, seed=number + 50))
+    check_quantized(problem_of(format=format), ("native", *kernel), CALLS[:3])
 
 
 def test_small_tiles_around_a_large_one_do_not_share_their_maxima():
