@@ -91,7 +91,7 @@ def test_the_reported_fault_of_the_tile_of_128_tokens_shows(toolkit, flashinfer,
     out for 128: experts whose rows begin halfway in such a block are wrong, the others right."""
     found = run(flashinfer, tmp_path, where, "sm120 128 tokens")
     assert found["wrong"] > 0
-    assert found["error"] > 0.05
+    assert not found["error"] <= 0.05, "NaN on the machine, which poisons the scale words that nobody wrote"
     assert found["wrong_experts"]
     assert all(found["first_rows"][expert] % (2 * PADDING) == PADDING for expert in found["wrong_experts"]), found
 
