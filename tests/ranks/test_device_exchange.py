@@ -261,7 +261,10 @@ class Rank:
         self.left -= 1
         if self.left == 0:
             self.machine.launch_ended(self, self.blocks)
-            self.check()
+            if self.word(regions.ABORT):
+                self.faults.append(struct.unpack_from("<8q", self.machine.memory, self.control + regions.RECORD))
+            else:
+                self.check()
             self.begin()
 
     def word(self, at):
@@ -269,18 +272,19 @@ class Rank:
 
     def check(self):
         """Every route's row is here, made by the right expert from the right token."""
-        if self.word(regions.ABORT):
-            self.faults.append(struct.unpack_from("<8q", self.machine.memory, self.control + regions.RECORD))
-            return
         c = self.config
         rows, scales, ids = self.now
         for t, token in enumerate(ids):
-            for slot, expert in enumerate(token):
-                if 0 <= expert < c.total:
-                    count, *copies = self.world.physical.rows[expert]
-                    there = copies[t % count] if c.copies else expert
-                    want = struct.pack(f"<{c.hidden}H", *[fc2(rows[t][i], scales[t][i // 128], there) for i in range(c.hidden)])
-                    assert self.received[t * TOP_K + slot] == want, (self, t, slot, expert)
+            for slot, there in self.routes_of(t, token):
+                want = struct.pack(f"<{c.hidden}H", *[fc2(rows[t][i], scales[t][i // 128], there) for i in range(c.hidden)])
+                assert self.received[t * TOP_K + slot] == want, (self, t, slot, there)
+
+    def routes_of(self, t, token):
+        """(slot, physical expert) of token t's routes."""
+        for slot, expert in enumerate(token):
+            if 0 <= expert < self.config.total:
+                count, *copies = self.world.physical.rows[expert]
+                yield slot, copies[t % count] if self.config.copies else expert
 
 
 class World:

@@ -35,18 +35,12 @@ class GroupedRank(Rank):
 
     def check(self):
         """Every token's output is the sum over ranks, in their order, of what they made of it."""
-        if self.word(regions.ABORT):
-            self.faults.append(struct.unpack_from("<8q", self.machine.memory, self.control + regions.RECORD))
-            return
         c = self.config
         rows, scales, ids = self.now
         for t, token in enumerate(ids):
             groups = {}
-            for slot, expert in enumerate(token):
-                if 0 <= expert < c.total:
-                    count, *copies = self.world.physical.rows[expert]
-                    there = copies[t % count] if c.copies else expert
-                    groups.setdefault(there // c.experts, []).append((slot, there))
+            for slot, there in self.routes_of(t, token):
+                groups.setdefault(there // c.experts, []).append((slot, there))
             total = [0] * c.hidden
             for members in groups.values():
                 row = [0] * c.hidden
