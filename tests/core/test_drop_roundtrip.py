@@ -1,9 +1,9 @@
 """Taking a drop in and giving it back: bytes, private names, and that the rewritten tree runs beside another one."""
 
 import hashlib
+import itertools
 import subprocess
 import sys
-import time
 import tomllib
 
 import pytest
@@ -19,6 +19,7 @@ from megamoe.drop.update import update
 from megamoe.drop.verify import verify
 
 from .drop_trees import BOM, PACKAGES, PLAIN, make_wheel, snapshot, write_tree
+from .stopwatch import assert_within
 
 
 def test_bytes_come_back(tmp_path):
@@ -153,13 +154,8 @@ def test_update_of_60_files_takes_under_2_seconds(tmp_path):
     names = [*(f"m{i}.py" for i in range(19)), "__init__.py"]
     files = {f"{package}/{name}": body for package in PACKAGES for name in names}
     assert len(files) == 60
-    source, seconds = write_tree(tmp_path / "upstream", files), []
-    for attempt in range(3):  # the best of three: a busy machine takes more CPU time too
-        wheel = make_wheel(tmp_path / str(attempt))
-        start = time.process_time()
-        update(wheel, source, PACKAGES)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 2.0, seconds
+    source, attempts = write_tree(tmp_path / "upstream", files), itertools.count()
+    assert_within(2.0, lambda: update(make_wheel(tmp_path / str(next(attempts))), source, PACKAGES))
     assert len(body.splitlines()) > 480  # as long as the kernels that teams ship
 
 

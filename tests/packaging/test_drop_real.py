@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -69,9 +68,7 @@ def taken(originals, tmp_path_factory):
             (source / name).write_bytes(data)
         (folder / tree).mkdir()
         (folder / tree / "__init__.py").write_text('"""A wheel around a drop."""\n')
-        start = time.process_time()
         reports[tree] = update(folder / tree, source, TREES[tree][1], upstream=WHEEL, commit="0.7.2.post1", date="2026-10-01")
-        assert time.process_time() - start < 2.0
         shutil.rmtree(source)
     return folder, reports
 

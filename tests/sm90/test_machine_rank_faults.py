@@ -93,7 +93,7 @@ def test_a_rank_that_dies_inside_its_launch_leaves_no_peer_behind(ranks):
     rng, problem, noticed = random.Random(10 + ranks), problem_of(), 0
     inputs = [inputs_of(problem, 24, "zipf", rank) for rank in range(ranks)]
     for number in range(12):
-        sessions = Sessions(problem, ranks, meeting_seconds=0.3, grid=2, **USUAL)
+        sessions = Sessions(problem, ranks, meeting_seconds=1.5, grid=2, **USUAL)
         assert_right(sessions, some_inputs(problem, ranks, rng), number)
         victim = number % ranks
         # Anywhere between its start and a third of what its launch before has taken.
