@@ -1,4 +1,5 @@
-"""Runs a function on several ranks of this machine: a process each, a torch.distributed group among them, every rank's error in one place.
+"""Runs a function on several ranks of this machine by the engine of torchrun: a process each, a torch.distributed group among them, every
+rank's error in one place.
 
 def work(rank, tokens):                     # module level: processes find it by name
     ...                                     # torch.distributed is initialized
@@ -13,6 +14,8 @@ import faulthandler
 import importlib
 import importlib.util
 import inspect
+import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -21,14 +24,17 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megamoe.errors import MegaMoEError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 _ON_ONE_MACHINE = {
     "GLOO_SOCKET_IFNAME": "{loopback}",
@@ -40,37 +46,48 @@ _ON_ONE_MACHINE = {
 """Ranks of one machine meet on its loopback interface, whatever networks there are, and reach each other by loads and stores alone. Set
 where the user has not set another value."""
 
-_GRACE_S = 5.0
+_GRACE_S = 10.0
 """How long the other ranks may go on after one has failed: long enough to report errors that follow from it."""
 
 
-class RanksFailed(RuntimeError):
+class RanksFailed(MegaMoEError):
     """At least one rank failed.
 
     Attributes:
-        errors: for every failed rank its traceback, or what became of it.
+        errors: for every rank that did not finish its traceback, or what became of it.
+        first: the rank that failed first; ``None`` when ranks were ended because time was up.
     """
 
-    def __init__(self, errors: Mapping[int, str]) -> None:
+    def __init__(self, errors: Mapping[int, str], ranks: int, first: int | None = None) -> None:
         self.errors = dict(sorted(errors.items()))
-        super().__init__("\n".join(f"---- rank {rank}\n{text.rstrip()}" for rank, text in self.errors.items()))
+        self.first = first
+        texts = [f"---- rank {rank}\n{text.rstrip()}" for rank, text in self.errors.items()]
+        order = "" if first is None else f", rank {first} first"
+        super().__init__("\n".join([f"{len(errors)} of {ranks} ranks failed{order}:", *texts]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What a rank's process has to do; pickles without importing the function's module."""
+    """What the ranks' processes have to do; pickles without importing the function's module."""
 
     module: str
     file: str
     function: str
-    rank: int
+    arguments: bytes
     ranks: int
-    port: int
     backend: str
     timeout: float
+    end: float
     env: Mapping[str, str]
-    stacks: str
-    arguments: bytes
+    folder: str
+
+    def result(self, rank: int) -> Path:
+        """Written when the rank has finished."""
+        return Path(self.folder, f"{rank}.result")
+
+    def stack(self, rank: int) -> Path:
+        """Where the rank was when it was told to end, or when time was up; empty until then."""
+        return Path(self.folder, f"{rank}.stack")
 
 
 def launch(
@@ -83,6 +100,9 @@ def launch(
 ) -> list[Any]:
     """Run ``function(rank, *args)`` on every rank and return the results by rank.
 
+    When a rank fails, torchrun tells the others to end; they have ten seconds to finish or to report what follows from it, so that what
+    survivors of a lost peer saw is known.
+
     Args:
         function: a module-level function; its module may be a test file that is on no import path.
         ranks: number of processes.
@@ -94,103 +114,125 @@ def launch(
     Raises:
         RanksFailed: a rank raised, died or did not finish in time; the others were ended.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    context = multiprocessing.get_context("forkserver")
     # Loaded once in the server that all ranks are forked from, instead of once a rank.
-    context.set_forkserver_preload(["torch.distributed"])
-    # Port 0 and a store kept here: no other process can take the port between choosing and using it.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as stacks:
-        jobs = [
-            _Job(
-                module=function.__module__,
-                file=inspect.getfile(function),
-                function=function.__qualname__,
-                rank=rank,
-                ranks=ranks,
-                port=store.port,
-                backend=backend,
-                timeout=timeout,
-                env=dict(env or {}),
-                stacks=f"{stacks}/{rank}",
-                arguments=pickle.dumps(args),
-            )
-            for rank in range(ranks)
-        ]
-        running: dict[Connection, tuple[_Job, BaseProcess]] = {}
-        for job in jobs:
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(job, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            running[ours] = job, process
-        return _collect(running, timeout)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.launcher.api"])
+    with tempfile.TemporaryDirectory(prefix="megamoe-ranks-") as folder, _quiet(), _signals_given_back():
+        job = _Job(
+            module=function.__module__,
+            file=inspect.getfile(function),
+            function=function.__qualname__,
+            arguments=pickle.dumps(args),
+            ranks=ranks,
+            backend=backend,
+            timeout=timeout,
+            end=time.time() + timeout,
+            env=dict(env or {}),
+            folder=folder,
+        )
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            run_id="megamoe",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            start_method="forkserver",
+        )
+        try:
+            elastic_launch(config, _main)(job)
+        except ChildFailedError as error:
+            raise _failure(job, error) from None
+        return [pickle.loads(job.result(rank).read_bytes()) for rank in range(ranks)]
 
 
-def _collect(running: dict[Connection, tuple[_Job, BaseProcess]], timeout: float) -> list[Any]:
-    """Receive one report per rank; end what is left when time is up."""
-    results: dict[int, Any] = {}
-    errors: dict[int, str] = {}
-    deadline = time.monotonic() + timeout
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torchrun logs of failures is in the error that is raised."""
+    logs = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    kept, nowhere = [log.propagate for log in logs], logging.NullHandler()
+    for log in logs:
+        log.propagate = False
+        log.addHandler(nowhere)
     try:
-        while running and (left := deadline - time.monotonic()) > 0:
-            for ready in wait(list(running), left):
-                assert isinstance(ready, Connection)
-                job, process = running.pop(ready)
-                try:
-                    fine, report = ready.recv()
-                except EOFError:
-                    process.join(_GRACE_S)
-                    fine, report = False, f"the process ended without a report, exit code {process.exitcode}"
-                if fine:
-                    results[job.rank] = pickle.loads(report)
-                else:
-                    errors[job.rank] = report
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
-        for job, process in running.values():
-            errors[job.rank] = f"had not finished when the ranks were ended; it was at\n{_stack(job, process)}"
+        yield
     finally:
-        for _, process in running.values():
-            process.kill()
-            process.join()
-    if errors:
-        raise RanksFailed(errors)
-    return [results[rank] for rank in sorted(results)]
+        for log, propagate in zip(logs, kept, strict=True):
+            log.propagate = propagate
+            log.removeHandler(nowhere)
 
 
-def _stack(job: _Job, process: BaseProcess) -> str:
-    """Where a process is, as it writes it down on a signal."""
-    path = Path(job.stacks)
-    if process.pid is None or not path.exists():
-        return "its start"
-    os.kill(process.pid, signal.SIGUSR1)
-    for _ in range(20):
-        time.sleep(0.05)
-        if text := path.read_text():
-            return text
-    return "an unknown place"
+@contextmanager
+def _signals_given_back() -> Iterator[None]:
+    """torchrun takes the signals that end a process and keeps them: here they end the ranks and then unwind this process."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        yield
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.sigval) from None
+    finally:
+        for number, handler in kept.items():
+            if signal.getsignal(number) is not handler:  # another thread than the main one keeps them, and may not set them
+                signal.signal(number, handler)
 
 
-def _main(job: _Job, report: Connection) -> None:
+def _failure(job: _Job, failed: ChildFailedError) -> RanksFailed:
+    """What every rank left behind that did not finish."""
+    first, death = failed.get_first_failure()
+    reports = {int(file.parent.name): file for file in Path(job.folder).glob("*/*/*/error.json")}
+    errors: dict[int, str] = {}
+    for rank in range(job.ranks):
+        if rank in reports:
+            errors[rank] = json.loads(reports[rank].read_text())["message"]["extraInfo"]["py_callstack"]
+        elif job.result(rank).exists():
+            continue
+        elif job.stack(rank).exists() and (stack := job.stack(rank).read_text()):
+            errors[rank] = f"had not finished when the ranks were ended; it was at\n{stack}"
+        else:
+            errors[rank] = "the process ended without a report" + f", exit code {death.exitcode}" * (rank == first)
+    if first in reports:  # torchrun's clock counts whole seconds
+        return RanksFailed(errors, job.ranks, min(reports, key=lambda rank: reports[rank].stat().st_mtime_ns))
+    return RanksFailed(errors, job.ranks, None if time.time() >= job.end else first)
+
+
+def _main(job: _Job) -> None:
     """A rank's process."""
     import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    with Path(job.stacks).open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks)
+    rank = int(os.environ["RANK"])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it wherever it is, also outside Python
+    os.dup2(2, 1)  # stdout is for the caller's results: what libraries print there would be among them
+    with job.stack(rank).open("w") as stack:
+        signal.signal(signal.SIGTERM, lambda *_: faulthandler.dump_traceback_later(_GRACE_S, exit=True, file=stack))
+        faulthandler.register(signal.SIGTERM, file=stack, chain=True)
+        faulthandler.dump_traceback_later(max(job.end - time.time(), 0.001), exit=True, file=stack)
         try:
-            result = _run(job)
-        except BaseException:  # noqa: BLE001  the parent raises it
-            report.send((False, traceback.format_exc()))
-        else:
-            report.send((True, pickle.dumps(result)))
+            job.result(rank).write_bytes(pickle.dumps(_run(job, rank)))
+        except BaseException as error:  # noqa: BLE001  the parent raises it
+            get_error_handler().record_exception(error)
+            sys.exit(1)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.cancel_dump_traceback_later()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # torchrun keeps the process until all have finished; who was told to end before is not told again.
+        if os.fstat(stack.fileno()).st_size:
+            sys.exit(1)
 
 
-def _run(job: _Job) -> Any:
+def _run(job: _Job, rank: int) -> Any:
     from datetime import timedelta
 
     import torch
@@ -202,13 +244,11 @@ def _run(job: _Job) -> Any:
         for name, value in _ON_ONE_MACHINE.items():
             os.environ.setdefault(name, value.format(loopback=loopback))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.ranks))
-    limit = timedelta(seconds=job.timeout)
-    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
+    dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout))
     function = _load(job)
     for name in job.function.split("."):
         function = getattr(function, name)
-    return function(job.rank, *pickle.loads(job.arguments))
+    return function(rank, *pickle.loads(job.arguments))
 
 
 def _load(job: _Job) -> Any:
