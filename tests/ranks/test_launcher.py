@@ -1,12 +1,19 @@
-"""The launcher that all rank tests rely on: results by rank, and every kind of failure reported for the rank it happened on."""
+"""The launcher that users and all rank tests rely on: results by rank, every failure reported for its rank, and nothing left behind."""
 
+import json
+import logging
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megamoe.errors import MegaMoEError
 from megamoe.testing.launcher import RanksFailed, launch
 
 
@@ -27,15 +34,53 @@ def raises(rank):
     dist.barrier()
 
 
+def all_raise(rank):
+    dist.barrier()
+    raise KeyError(f"from rank {rank}")
+
+
+def cannot_return(rank):
+    return (lambda: rank) if rank else None
+
+
 def dies(rank):
     if rank == 1:
         os._exit(3)
     return rank
 
 
+def loses_its_peer(rank):
+    """The survivor finds out and goes on: it returns or it raises."""
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    time.sleep(1.0)
+    if rank == 1:
+        raise KeyError("the peer is gone")
+
+
+def raises_and_sleeps(rank):
+    if rank == 1:
+        raise KeyError("from rank one")
+    time.sleep(600)
+
+
 def sleeps(rank):
     if rank == 1:
         time.sleep(600)
+
+
+def tells_who_it_is(rank, folder):
+    word = Path(folder, f"{rank}.word")
+    word.write_text(json.dumps([os.getpid(), os.getppid()]))
+    word.rename(word.with_suffix(".pids"))
+    time.sleep(600)
+
+
+def speaks(rank):
+    print("a library has a word to say")
+    os.write(1, b"another writes it outside Python\n")
 
 
 def test_results_by_rank():
@@ -58,14 +103,40 @@ def test_ranks_of_one_machine_need_no_network_unless_the_user_says_otherwise(mon
 def test_an_exception_comes_with_its_traceback():
     with pytest.raises(RanksFailed, match="from rank one") as caught:
         launch(raises, 2)
+    assert isinstance(caught.value, MegaMoEError)
+    assert caught.value.first == 1
+    assert "2 of 2 ranks failed, rank 1 first:\n---- rank 1\n" in str(caught.value)
     assert "in raises" in caught.value.errors[1]
     assert "KeyError" in caught.value.errors[1]
+    assert "in raises" in caught.value.errors[0], "the barrier that lost a rank"
+
+
+def test_every_rank_that_raises_is_reported():
+    with pytest.raises(RanksFailed, match="3 of 3 ranks failed") as caught:
+        launch(all_raise, 3)
+    for rank in range(3):
+        assert f"KeyError: 'from rank {rank}'" in caught.value.errors[rank]
+
+
+def test_what_cannot_be_returned_is_the_error_of_its_rank():
+    with pytest.raises(RanksFailed, match="pickle") as caught:
+        launch(cannot_return, 2)
+    assert list(caught.value.errors) == [1]
 
 
 def test_a_process_that_dies_is_reported():
     with pytest.raises(RanksFailed, match="ended without a report, exit code 3") as caught:
         launch(dies, 2)
     assert list(caught.value.errors) == [1]
+    assert caught.value.first == 1
+
+
+def test_survivors_of_a_killed_rank_finish_or_report():
+    with pytest.raises(RanksFailed, match="ended without a report, exit code -9") as caught:
+        launch(loses_its_peer, 3)
+    assert list(caught.value.errors) == [1, 2]
+    assert caught.value.first == 2
+    assert "the peer is gone" in caught.value.errors[1]
 
 
 def test_a_rank_that_hangs_is_ended_and_says_where_it_was():
@@ -73,4 +144,100 @@ def test_a_rank_that_hangs_is_ended_and_says_where_it_was():
     with pytest.raises(RanksFailed, match="in sleeps") as caught:
         launch(sleeps, 2, timeout=15.0)
     assert list(caught.value.errors) == [1]
+    assert caught.value.first is None
+    assert caught.value.errors[1].count("Thread 0x") == 1, "the one that hangs"
     assert time.monotonic() - start < 60
+
+
+def test_a_rank_that_hangs_after_another_failed_does_not_use_up_the_time():
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match="in raises_and_sleeps") as caught:
+        launch(raises_and_sleeps, 2, timeout=200.0)
+    assert caught.value.first == 1
+    assert "it was at" in caught.value.errors[0]
+    assert time.monotonic() - start < 100
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def test_this_process_keeps_its_signals_and_its_logs(capfd, caplog):
+    caplog.set_level(logging.INFO)
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(RanksFailed):
+        launch(dies, 2)
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+    logging.getLogger("torch.distributed.elastic.agent.server.api").warning("as before")
+    assert [record.message for record in caplog.records] == ["as before"]
+
+
+def gone(pid):
+    """Whether a process has ended; its entry may wait for a parent that does not come for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def waits(condition, seconds):
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Starts a program that launches a function of this module on two ranks and prints the results."""
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_launcher as here\n"
+        "if __name__ == '__main__':\n"
+        "    try:\n"
+        "        print(here.launch(getattr(here, sys.argv[1]), 2, *sys.argv[2:]))\n"
+        "    except KeyboardInterrupt:\n"
+        "        sys.exit(1)\n"
+    )
+    started = []
+
+    def start(*words):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, file, *words], start_new_session=True, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("send", "number", "code"),
+    [
+        pytest.param(os.killpg, signal.SIGINT, 1, id="Ctrl-C in a terminal"),
+        pytest.param(os.kill, signal.SIGTERM, 128 + signal.SIGTERM, id="kill"),
+        pytest.param(os.kill, signal.SIGKILL, -signal.SIGKILL, id="kill -9"),
+    ],
+)
+def test_whatever_ends_the_process_ends_its_ranks(program, tmp_path, send, number, code):
+    process = program("tells_who_it_is", str(tmp_path))
+    assert waits(lambda: len(list(tmp_path.glob("*.pids"))) == 2, 100), process.poll()
+    send(process.pid, number)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (code, "")
+    assert errors == "" or number == signal.SIGKILL, "only what is killed leaves Python's semaphores to be found"
+    pids = {pid for file in tmp_path.glob("*.pids") for pid in json.loads(file.read_text())}
+    assert len(pids) == 3, "two ranks, and the process that they were forked from"
+    assert waits(lambda: all(map(gone, pids)), 30)
+
+
+def test_what_ranks_print_does_not_mix_with_the_output(program):
+    output, errors = program("speaks").communicate(timeout=100)
+    assert output == "[None, None]\n"
+    assert errors.count("a library has a word to say\n") == 2
+    assert errors.count("another writes it outside Python\n") == 2
+    assert len(errors.splitlines()) == 4

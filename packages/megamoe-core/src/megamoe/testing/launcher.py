@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ _ON_ONE_MACHINE = {
 """Ranks of one machine meet on its loopback interface, whatever networks there are, and reach each other by loads and stores alone. Set
 where the user has not set another value."""
 
-_GRACE_S = 10.0
+_GRACE_S = 5.0
 """How long the other ranks may go on after one has failed: long enough to report errors that follow from it."""
 
 
@@ -61,7 +62,7 @@ class RanksFailed(MegaMoEError):
     def __init__(self, errors: Mapping[int, str], ranks: int, first: int | None = None) -> None:
         self.errors = dict(sorted(errors.items()))
         self.first = first
-        texts = [f"---- rank {rank}\n{text.rstrip()}" for rank, text in self.errors.items()]
+        texts = [f"---- rank {rank}\n{self.errors[rank].rstrip()}" for rank in sorted(self.errors, key=lambda rank: (rank != first, rank))]
         order = "" if first is None else f", rank {first} first"
         super().__init__("\n".join([f"{len(errors)} of {ranks} ranks failed{order}:", *texts]))
 
@@ -100,7 +101,7 @@ def launch(
 ) -> list[Any]:
     """Run ``function(rank, *args)`` on every rank and return the results by rank.
 
-    When a rank fails, torchrun tells the others to end; they have ten seconds to finish or to report what follows from it, so that what
+    When a rank fails, torchrun tells the others to end; they have five seconds to finish or to report what follows from it, so that what
     survivors of a lost peer saw is known.
 
     Args:
@@ -155,7 +156,7 @@ def launch(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What torchrun logs of failures is in the error that is raised."""
-    logs = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    logs = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")]
     kept, nowhere = [log.propagate for log in logs], logging.NullHandler()
     for log in logs:
         log.propagate = False
@@ -197,7 +198,8 @@ def _failure(job: _Job, failed: ChildFailedError) -> RanksFailed:
         elif job.result(rank).exists():
             continue
         elif job.stack(rank).exists() and (stack := job.stack(rank).read_text()):
-            errors[rank] = f"had not finished when the ranks were ended; it was at\n{stack}"
+            threads = [thread for thread in stack.split("\n\n") if _end_with_parent.__name__ not in thread]
+            errors[rank] = "\n\n".join(["had not finished when the ranks were ended; it was at", *threads])
         else:
             errors[rank] = "the process ended without a report" + f", exit code {death.exitcode}" * (rank == first)
     if first in reports:  # torchrun's clock counts whole seconds
@@ -211,6 +213,7 @@ def _main(job: _Job) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     rank = int(os.environ["RANK"])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it wherever it is, also outside Python
     os.dup2(2, 1)  # stdout is for the caller's results: what libraries print there would be among them
     with job.stack(rank).open("w") as stack:
@@ -230,6 +233,14 @@ def _main(job: _Job) -> None:
         # torchrun keeps the process until all have finished; who was told to end before is not told again.
         if os.fstat(stack.fileno()).st_size:
             sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    """Nobody else ends a rank whose launcher was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run(job: _Job, rank: int) -> Any:
