@@ -23,6 +23,10 @@ def summed(rank, factor):
     return rank, int(total), os.environ.get("MEGAMOE_TEST_WORD")
 
 
+def returns_at_once(rank):
+    return rank
+
+
 def networks(rank):
     names = ("GLOO_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NVSHMEM_REMOTE_TRANSPORT")
     return [os.environ[name] for name in names]
@@ -87,6 +91,11 @@ def test_results_by_rank():
     assert launch(summed, 3, 10) == [(0, 30, None), (1, 30, None), (2, 30, None)]
     assert launch(summed, 2, 1, env={"MEGAMOE_TEST_WORD": "yes"}) == [(0, 1, "yes"), (1, 1, "yes")]
     assert launch(summed, 1, 1) == [(0, 0, None)]
+
+
+def test_a_rank_that_returns_at_once_does_not_leave_before_all_are_there():
+    for _ in range(6):
+        assert launch(returns_at_once, 4) == [0, 1, 2, 3]
 
 
 def test_ranks_of_one_machine_need_no_network_unless_the_user_says_otherwise(monkeypatch):
@@ -189,7 +198,13 @@ def waits(condition, seconds):
 
 
 @pytest.fixture
-def program(tmp_path):
+def temporary(tmp_path_factory):
+    """Where a program has its temporary files; a short name, as sockets need."""
+    return tmp_path_factory.mktemp("t")
+
+
+@pytest.fixture
+def program(tmp_path, temporary):
     """Starts a program that launches a function of this module on two ranks and prints the results."""
     file = tmp_path / "program.py"
     file.write_text(
@@ -205,8 +220,9 @@ def program(tmp_path):
     started = []
 
     def start(*words):
+        environment = {**os.environ, "TMPDIR": str(temporary)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen([sys.executable, file, *words], start_new_session=True, **pipes))
+        started.append(subprocess.Popen([sys.executable, file, *words], start_new_session=True, env=environment, **pipes))
         return started[-1]
 
     yield start
@@ -223,13 +239,15 @@ def program(tmp_path):
         pytest.param(os.kill, signal.SIGKILL, -signal.SIGKILL, id="kill -9"),
     ],
 )
-def test_whatever_ends_the_process_ends_its_ranks(program, tmp_path, send, number, code):
+def test_whatever_ends_the_process_ends_its_ranks(program, temporary, tmp_path, send, number, code):
     process = program("tells_who_it_is", str(tmp_path))
     assert waits(lambda: len(list(tmp_path.glob("*.pids"))) == 2, 100), process.poll()
     send(process.pid, number)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (code, "")
-    assert errors == "" or number == signal.SIGKILL, "only what is killed leaves Python's semaphores to be found"
+    if number != signal.SIGKILL:
+        assert errors == ""
+        assert list(temporary.iterdir()) == []
     pids = {pid for file in tmp_path.glob("*.pids") for pid in json.loads(file.read_text())}
     assert len(pids) == 3, "two ranks, and the process that they were forked from"
     assert waits(lambda: all(map(gone, pids)), 30)

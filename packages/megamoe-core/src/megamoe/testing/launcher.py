@@ -254,6 +254,8 @@ def _run(job: _Job, rank: int) -> Any:
     if loopback is not None:
         for name, value in _ON_ONE_MACHINE.items():
             os.environ.setdefault(name, value.format(loopback=loopback))
+    # A rank with little to do would leave while the others still connect to it.
+    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.ranks))
     dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout))
     function = _load(job)
