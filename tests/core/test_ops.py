@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megamoe import InvalidInput, MoELayer, MoEProblem, SessionClosed
+from megamoe import InvalidInput, MegaMoEError, MoELayer, MoEProblem, SessionClosed
 from megamoe.testing.trial import make_trial
 
 TRIAL = make_trial(MoEProblem(8, 2, 128, 64, 16, "bf16"), tokens=9)
@@ -67,3 +67,30 @@ def test_errors_come_through(layer):
     layer.close()
     with pytest.raises(SessionClosed, match="is gone"):
         torch.ops.megamoe.layer(handle, 128, x, ids, weights, None)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["compiled before", "compiled after"])
+def test_a_closed_layer_says_so_in_a_compiled_model(layer, before):
+    compiled = torch.compile(Block(layer), fullgraph=True, backend="eager")
+    if before:
+        compiled(*TRIAL.inputs[0])
+    layer.close()
+    with pytest.raises(SessionClosed, match=r"is gone\. Fix: keep the layer open"):
+        compiled(*TRIAL.inputs[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("wanted", ["x", "weights"])
+@pytest.mark.parametrize("into", [False, True], ids=["new", "out"])
+def test_a_gradient_that_arrives_raises_and_the_forward_pass_runs(layer, backend, wanted, into):
+    """As without the compiler, where a model computes its forward pass without torch.no_grad()."""
+    x, ids, weights = TRIAL.inputs[0]
+    x, weights = (x.clone().requires_grad_(), weights) if wanted == "x" else (x, weights.clone().requires_grad_())
+    more = {"out": torch.empty_like(x)} if into else {}
+    compiled = torch.compile(lambda x, weights: layer(x, ids, weights, **more) + x, fullgraph=True, backend=backend)
+    y = compiled(x, weights)
+    assert torch.equal(y, layer(x, ids, weights) + x)
+    with pytest.raises(MegaMoEError, match=r"MoELayer is for inference and has no backward\. Fix: call it under torch\.no_grad"):
+        y.float().sum().backward()
+    with torch.no_grad():
+        assert not compiled(x, weights).requires_grad

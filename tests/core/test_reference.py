@@ -230,6 +230,21 @@ def test_autocast_and_reduced_precision_of_the_caller_do_not_reach_in():
         torch.set_float32_matmul_precision("highest")
 
 
+def test_overlapping_calls_of_threads_keep_the_precision_that_the_process_chose():
+    """One thread begins and ends while another computes: that one goes on in true float32, and what was chosen comes back after both."""
+    setting = torch.backends.mkldnn.matmul
+    setting.fp32_precision = "bf16"
+    try:
+        first, second = (arithmetic.float32_arithmetic(torch.device("cpu")) for _ in range(2))
+        with first:
+            second.__enter__()
+        assert setting.fp32_precision == "ieee"
+        second.__exit__(None, None, None)
+        assert setting.fp32_precision == "bf16"
+    finally:
+        setting.fp32_precision = "none"
+
+
 def test_two_calls_give_the_same_bytes():
     trial = make_trial(problem("mxfp8"), seed=24)
     with opened(trial.problem, trial.weights) as s:

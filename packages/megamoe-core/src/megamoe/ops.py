@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megamoe.errors import SessionClosed
+from megamoe.errors import MegaMoEError, SessionClosed
 
 if TYPE_CHECKING:
     from megamoe.protocol import Session
@@ -43,6 +43,35 @@ def _(
     return x.new_empty((x.shape[0], hidden), dtype=torch.bfloat16)
 
 
+@torch.library.custom_op("megamoe::refuse_gradient", mutates_args=())
+def refuse_gradient(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """Stands in the backward graph of ``layer``, which is traced also where no gradient ever arrives; raises when one does."""
+    raise no_backward()
+
+
+@refuse_gradient.register_fake
+def _(grad: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(of)
+
+
+def no_backward() -> MegaMoEError:
+    """The error of a gradient that arrives at the result of a layer."""
+    return MegaMoEError("MoELayer is for inference and has no backward.", hint="call it under torch.no_grad()")
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, _, x, _, topk_weights, _ = inputs
+    ctx.save_for_backward(x, topk_weights)
+
+
+def _refuse(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, topk_weights = ctx.saved_tensors
+    return None, None, refuse_gradient(grad, x), None, refuse_gradient(grad, topk_weights), None
+
+
+layer.register_autograd(_refuse, setup_context=_keep)
+
+
 @torch.library.custom_op("megamoe::layer_out", mutates_args=("out",))
 def layer_out(
     session: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, x_scale: torch.Tensor | None, out: torch.Tensor
@@ -61,5 +90,5 @@ def _(
 def _session(handle: int) -> Session:
     session = _SESSIONS.get(handle)
     if session is None:
-        raise SessionClosed("The session behind a compiled MoELayer is gone.", hint="keep the layer alive while the compiled model is used")
+        raise SessionClosed("The session behind a compiled MoELayer is gone.", hint="keep the layer open while the compiled model is used")
     return session
