@@ -175,6 +175,17 @@ def test_a_reader_that_leaves_is_no_traceback():
     assert "BrokenPipeError" not in said
 
 
+def test_what_the_operating_system_refuses_is_said_without_a_traceback(command, capsys):
+    def run(args):
+        raise PermissionError(13, "Permission denied", "/data/kernels")
+
+    command(run)
+    assert cli.main(["planted"]) == codes.FAILED
+    assert capsys.readouterr().err.startswith("megamoe: MegaMoEError: The operating system refused: [Errno 13] Permission denied: '/data/k")
+    assert cli.main(["planted", "--json"]) == codes.FAILED
+    assert "/data/kernels" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
 # Output
 
 

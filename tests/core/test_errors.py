@@ -28,7 +28,9 @@ def every_kind(base=errors.MegaMoEError):
 
 
 @pytest.mark.parametrize("make", every_kind(), ids=lambda make: type(make()).__name__)
-@pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy], ids=["pickle", "copy", "deep"])
+@pytest.mark.parametrize(
+    "again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy], ids=["pickle", "copy", "deep"]
+)
 def test_an_error_arrives_as_it_was(make, again):
     error = make()
     error.add_note("on rank 3")
@@ -44,6 +46,9 @@ def wait_in_vain():
 
 
 def test_a_worker_of_a_pool_can_raise_it():
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, pytest.raises(errors.PeerTimeout, match="counts of a peer") as caught:
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
+        pytest.raises(errors.PeerTimeout, match="counts of a peer") as caught,
+    ):
         pool.submit(wait_in_vain).result()
     assert (caught.value.rank, caught.value.expected, caught.value.seen) == (3, 8, 5)

@@ -156,6 +156,13 @@ def test_refusals_name_their_reason(change, said):
         BACKEND.plan(replace(PROBLEM, **change))
 
 
+@pytest.mark.parametrize("ranks", [0, -1, None, "2", 1.5, True])
+def test_ranks_that_are_no_number_of_ranks(ranks):
+    assert [str(reason).startswith(f"ranks={ranks!r}; allowed: ") for reason in BACKEND.supports(PROBLEM, ranks).reasons] == [True]
+    with pytest.raises(UnsupportedProblem, match="a whole number of at least 1"):
+        BACKEND.plan(PROBLEM, ranks=ranks)
+
+
 def test_the_backend_can_be_tuned_and_compiled_ahead():
     assert isinstance(BACKEND, Tunable)
     assert isinstance(BACKEND, Precompiles)

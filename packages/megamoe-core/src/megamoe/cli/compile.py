@@ -148,9 +148,15 @@ def _compile(job: Job, total: int, jobs: int) -> Iterator[Compiled]:
 def _one(job: Job, index: int) -> Compiled:
     from megamoe.compile import cubin
     from megamoe.compile.obtain import obtain
+    from megamoe.compile.store import Store
 
     request = job.requests()[index]
     got = obtain(request)
+    if Store().load(got.digest) is None:
+        raise MegaMoEError(
+            f"{request.name} was compiled, but the cache folder {env.cache_dir()} did not keep it: a warning above says why.",
+            hint=f"free some space, or export {env.CACHE_DIR.name}=<a folder you can write>",
+        )
     used = [resources for image in cubin.images(got.object) for resources in cubin.resources(image)]
     return Compiled(
         kernel=request.name,
