@@ -67,7 +67,7 @@ problems = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problem=problems, top_k=st.integers(1, 32), biases=st.booleans(), quantized=st.booleans())
 def test_every_supported_problem_has_kernels_for_all_tokens(problem, top_k, biases, quantized):
     problem = replace(problem, top_k=min(top_k, problem.experts))
