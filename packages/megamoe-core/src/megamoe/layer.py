@@ -57,7 +57,7 @@ class MoELayer(torch.nn.Module):
             reject(ours, error, device)
             raise
         self._session: Session | None = chosen.open_session(plan, self._packed, group)
-        self._handle = ops.register(self._session)
+        self._handle = ops.register(self)
 
     def forward(
         self,
