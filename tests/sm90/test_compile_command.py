@@ -94,5 +94,7 @@ def test_what_cannot_be_compiled_is_said(capsys):
     assert "No installed backend is made for sm_70" in capsys.readouterr().err
     assert main(["compile", "--backend", "sm90", "--arch", "sm_100a", *SHAPE]) == 2
     assert "sm_90a" in capsys.readouterr().err
+    assert main(["compile", "--backend", "sm90", *SHAPE, "--jobs", "0"]) == 2
+    assert "--jobs 0; allowed: 1 or more" in capsys.readouterr().err
     assert main(["compile", "--backend", "sm90", *SHAPE, "--format", "mxfp8"]) == 3
     assert "mxfp8 has no sm90 kernel" in capsys.readouterr().err
