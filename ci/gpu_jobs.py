@@ -15,11 +15,14 @@ from pathlib import Path
 SHARED = (
     "packages/megamoe-core/src/",
     "packages/megamoe-core/pyproject.toml",
+    "tests/core/",
     "tests/ranks/",
     "tests/conftest.py",
+    "pyproject.toml",
     "noxfile.py",
     "constraints.txt",
     "ci/",
+    ".github/workflows/",
 )
 
 

@@ -1,11 +1,39 @@
-"""Which tests can run here. A test that cannot is skipped with its reason, taken from megamoe's own query of the GPUs."""
+"""Which tests can run here, and that their outcome hangs on nothing but the code.
+
+A test that cannot run is skipped with its reason, taken from megamoe's own query of the GPUs.
+"""
 
 from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
 
 import pytest
 
 ARCHS = {"sm90": ((9, 0),), "sm100": ((10, 0), (10, 3)), "sm120": ((12, 0), (12, 1))}
 GPU_MARKS = ("gpu", *ARCHS, "emulated")
+
+
+# Settings of whoever starts the tests must not decide which backend answers in them, nor what is logged.
+for _name in ("BACKEND", "DISABLE", "ARCH", "LOG"):
+    os.environ.pop(f"MEGAMOE_{_name}", None)
+
+if importlib.util.find_spec("hypothesis"):  # single files also run without it
+    from hypothesis import HealthCheck, settings
+
+    # The same examples on every run, and on machines however busy: how long one takes is for tests/core/stopwatch.py to judge.
+    settings.register_profile("megamoe", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("megamoe")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Random data that a test draws without a generator of its own do not hang on the tests before it."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 def pytest_addoption(parser):

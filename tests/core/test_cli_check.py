@@ -150,6 +150,7 @@ def test_ranks_that_a_backend_refuses_are_skipped_with_its_reason(capsys, instal
 def test_unknown_names_are_usage_errors(capsys):
     assert main(["check", "--format", "fp9"]) == codes.USAGE
     assert main(["check", "--ranks", "0"]) == codes.USAGE
+    assert main(["check", "--seed", str(2**64)]) == codes.USAGE
     assert main(["check", "--backend", "sm35"]) == codes.NOTHING_SUITABLE
     error = capsys.readouterr().err
     assert "fp8_block128" in error

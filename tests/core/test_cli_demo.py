@@ -87,6 +87,8 @@ def test_without_a_gpu_it_says_why_and_takes_the_reference(capsys, monkeypatch):
         (["--top-k", "0"], ["top_k=0"]),
         (["--ranks", "0"], ["--ranks 0; allowed: 1 or more"]),
         (["--ranks", "-1"], ["--ranks -1; allowed: 1 or more"]),
+        (["--seed", str(2**64)], [f"--seed {2**64}; allowed: -2^63 to 2^64 - 1"]),
+        (["--seed", str(-(2**63) - 1)], [f"--seed {-(2**63) - 1}; allowed"]),
     ],
 )
 def test_bad_arguments_name_what_is_allowed(capsys, arguments, names):

@@ -53,7 +53,7 @@ def test_version_and_help(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"megamoe {megamoe.__version__}\n"
     assert cli.main(["--help"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())  # however wide the terminal
     assert "Exit codes: 0 fine, 1 a check failed, 2 usage, 3 nothing suitable." in text
     assert all(name in text for name in cli.commands())
 
@@ -173,6 +173,17 @@ def test_a_reader_that_leaves_is_no_traceback():
     _, said = process.communicate(timeout=60)
     assert "Traceback" not in said
     assert "BrokenPipeError" not in said
+
+
+def test_what_the_operating_system_refuses_is_said_without_a_traceback(command, capsys):
+    def run(args):
+        raise PermissionError(13, "Permission denied", "/data/kernels")
+
+    command(run)
+    assert cli.main(["planted"]) == codes.FAILED
+    assert capsys.readouterr().err.startswith("megamoe: MegaMoEError: The operating system refused: [Errno 13] Permission denied: '/data/k")
+    assert cli.main(["planted", "--json"]) == codes.FAILED
+    assert "/data/kernels" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 # Output

@@ -94,7 +94,7 @@ def test_lock_lets_one_process_in_at_a_time(tmp_path):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(240)
         assert worker.exitcode == 0
     assert log.read_text().split() == ["in", "out"] * 4
 

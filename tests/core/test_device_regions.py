@@ -16,7 +16,7 @@ def blocks_of(counts, tile):
     return sum((count + tile - 1) // tile for count in counts)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=40), st.integers(1, 32), TILES)
 def test_no_routing_needs_more_blocks(counts, top_k, tile):
     """Routes that no expert owns (masked ids) only make it less."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import megamoe
 from megamoe import DropError
 from megamoe.drop.faults import DropRefused
 from megamoe.drop.update import update
@@ -217,6 +218,13 @@ def test_target_with_first_party_kernels(tmp_path):
     write_tree(wheel, {"_drop/moe/k.py": b"", "drop.toml": b'schema = 1\norigin = "first-party"\n'})
     (fault,) = refusal(wheel, source).faults
     assert "first-party" in fault.text
+
+
+@pytest.mark.parametrize("name", ["reference", "megamoe", Path(megamoe.__file__).parent])
+def test_core_is_no_target(tmp_path, name):
+    source = write_tree(tmp_path / "source", PLAIN)
+    with pytest.raises(DropError, match=r"megamoe-core, which holds no kernel drop; allowed: a wheel of its own\. Fix: "):
+        update(name, source, PACKAGES, dry_run=True)
 
 
 def test_target_left_by_an_interrupted_update(tmp_path, wheel):

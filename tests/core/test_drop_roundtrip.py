@@ -116,7 +116,7 @@ LINES = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(LINES, max_size=12), st.sampled_from(["\n", "\r\n", "\r"]), st.booleans())
 def test_removing_the_prefix_gives_the_original(lines, end, bom):
     data = BOM * bom + "\n".join(lines).replace("\n", end).encode()
@@ -176,7 +176,7 @@ def test_digest_follows_kernel_bytes_and_not_the_place(tmp_path):
     st.lists(st.text()),
     st.dictionaries(st.text(min_size=1).filter(lambda p: ".." not in p and p[0] != "/"), st.text()),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_manifest_text_reads_back_equal(tmp_path_factory, upstream, reason, packages, files):
     folder = tmp_path_factory.mktemp("manifest")
     patches = (manifests.Patch("drop_patches/a.patch", "0" * 64, reason),)

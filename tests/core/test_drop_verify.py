@@ -226,7 +226,7 @@ def test_diff_that_does_not_fit(wheel, tmp_path, diff, line):
 TEXT = st.lists(st.sampled_from(["a\n", "b\r\n", "c\n", "\n", "-d\n", "+e\n", "@@ -1 +1 @@\n"]), max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXT, TEXT, st.integers(0, 3))
 def test_diffs_of_the_standard_library_apply_and_undo(before, after, context):
     diff = "".join(difflib.unified_diff(before, after, "a/f", "b/f", n=context)).encode()

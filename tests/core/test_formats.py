@@ -246,7 +246,7 @@ def test_blocked_layout_byte_by_byte():
     np.testing.assert_array_equal(flat.numpy(), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.integers(0, 300), blocks=st.integers(1, 20), seed=st.integers(0, 2**31))
 def test_blocked_layout_round_trip(rows, blocks, seed):
     plain = torch.randint(0, 256, (rows, blocks), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
@@ -261,7 +261,7 @@ def test_blocked_layout_refuses_what_does_not_fit():
         from_blocked(torch.zeros(100, dtype=torch.uint8), 4, 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from([n for n in FORMATS if n != "bf16"]),
     seed=st.integers(0, 2**31),

@@ -133,8 +133,13 @@ def test_its_own_tests_need_what_the_kit_needs(project):
     )
 
 
-@pytest.mark.parametrize("name", ["", "Acme", "9x", "a-b", "a.b", "../x", "reference"])
-def test_names_that_do_not_work(tmp_path, name, capsys):
+NAMES = ["", "Acme", "9x", "a-b", "a.b", "../x", "acme_", "a__b", "_x", "reference", "auto", "core", "sm90", "sm100", "sm120"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_do_not_work(tmp_path, name, capsys, monkeypatch):
+    """Also where the wheel of that name is not installed: the new one would take its place in an index or an environment."""
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
     assert main(["new-backend", "--", name, str(tmp_path / "wheel")]) == 2
     assert "InvalidInput" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

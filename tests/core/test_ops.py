@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
-from megamoe import InvalidInput, MoELayer, MoEProblem, SessionClosed
+from megamoe import InvalidInput, MegaMoEError, MoELayer, MoEProblem, SessionClosed
+from megamoe.reference.backend import ReferenceBackend
 from megamoe.testing.trial import make_trial
 
 TRIAL = make_trial(MoEProblem(8, 2, 128, 64, 16, "bf16"), tokens=9)
@@ -65,5 +68,64 @@ def test_errors_come_through(layer):
         compiled(x, ids + 100, weights)
     handle = layer._handle
     layer.close()
-    with pytest.raises(SessionClosed, match="is gone"):
+    with pytest.raises(SessionClosed, match="This MoELayer was closed"):
         torch.ops.megamoe.layer(handle, 128, x, ids, weights, None)
+
+
+def test_a_handle_keeps_no_layer_alive():
+    layer = MoELayer(TRIAL.problem, TRIAL.local_weights(0), backend="reference")
+    handle = layer._handle
+    del layer
+    gc.collect()
+    with pytest.raises(SessionClosed, match="is gone"):
+        torch.ops.megamoe.layer(handle, 128, *TRIAL.inputs[0], None)
+
+
+class Slotted:
+    """A session as a wheel from elsewhere may have it: nothing can refer to it weakly."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def run(self, *inputs, **more):
+        return self.inner.run(*inputs, **more)
+
+    def close(self):
+        self.inner.close()
+
+
+def test_a_session_of_any_class_serves(monkeypatch):
+    whole = ReferenceBackend.open_session
+    monkeypatch.setattr(ReferenceBackend, "open_session", lambda *arguments: Slotted(whole(*arguments)))
+    with MoELayer(TRIAL.problem, TRIAL.local_weights(0), backend="reference") as layer:
+        compiled = torch.compile(Block(layer), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(*TRIAL.inputs[0]), Block(layer)(*TRIAL.inputs[0]))
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["compiled before", "compiled after"])
+def test_a_closed_layer_says_so_in_a_compiled_model(layer, before):
+    compiled = torch.compile(Block(layer), fullgraph=True, backend="eager")
+    if before:
+        compiled(*TRIAL.inputs[0])
+    layer.close()
+    with pytest.raises(SessionClosed, match="This MoELayer was closed"):
+        compiled(*TRIAL.inputs[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("wanted", ["x", "weights"])
+@pytest.mark.parametrize("into", [False, True], ids=["new", "out"])
+def test_a_gradient_that_arrives_raises_and_the_forward_pass_runs(layer, backend, wanted, into):
+    """As without the compiler, where a model computes its forward pass without torch.no_grad()."""
+    x, ids, weights = TRIAL.inputs[0]
+    x, weights = (x.clone().requires_grad_(), weights) if wanted == "x" else (x, weights.clone().requires_grad_())
+    more = {"out": torch.empty_like(x)} if into else {}
+    compiled = torch.compile(lambda x, weights: layer(x, ids, weights, **more) + x, fullgraph=True, backend=backend)
+    y = compiled(x, weights)
+    assert torch.equal(y, layer(x, ids, weights) + x)
+    with pytest.raises(MegaMoEError, match=r"MoELayer is for inference and has no backward\. Fix: call it under torch\.no_grad"):
+        y.float().sum().backward()
+    with torch.no_grad():
+        assert not compiled(x, weights).requires_grad

@@ -68,20 +68,20 @@ def test_choices(name, value):
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [(None, None), (7, 7.0), (np.float32(0.5), 0.5), (math.inf, None), (1e39, None), (1e-30, 1e-30)]
+    ("given", "kept"), [(None, None), (7, 7.0), (np.float32(0.5), 0.5), (math.inf, None), (1e39, None), (10**400, None), (1e-30, 1e-30)]
 )
 def test_clamp_bounds(given, kept):
     assert SwiGLU(limit=given).limit == kept
 
 
-@pytest.mark.parametrize("limit", [0, 0.0, -7, -math.inf, math.nan, "7", True])
+@pytest.mark.parametrize("limit", [0, 0.0, -7, -(10**400), -math.inf, math.nan, "7", True])
 def test_clamp_bounds_that_are_none(limit):
     with pytest.raises(InvalidInput, match="limit"):
         SwiGLU(limit=limit)
 
 
 @pytest.mark.parametrize("name", ["alpha", "up_bias"])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e39, -1e300, None, "1", False])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e39, -1e300, 10**400, -(10**400), None, "1", False])
 def test_alpha_and_bias_are_finite(name, value):
     with pytest.raises(InvalidInput, match=name):
         SwiGLU(**{name: value})

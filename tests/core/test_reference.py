@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -228,6 +229,31 @@ def test_autocast_and_reduced_precision_of_the_caller_do_not_reach_in():
         assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_overlapping_calls_of_threads_keep_the_precision_that_the_process_chose():
+    """One thread begins and ends while another computes: that one goes on in true float32, and what was chosen comes back after both."""
+    setting = torch.backends.mkldnn.matmul
+    begun, go_on = threading.Event(), threading.Event()
+
+    def compute():
+        with arithmetic.float32_arithmetic(torch.device("cpu")):
+            begun.set()
+            go_on.wait()
+
+    other = threading.Thread(target=compute)
+    setting.fp32_precision = "bf16"
+    try:
+        with arithmetic.float32_arithmetic(torch.device("cpu")):
+            other.start()
+            begun.wait()
+        assert setting.fp32_precision == "ieee"
+        go_on.set()
+        other.join()
+        assert setting.fp32_precision == "bf16"
+    finally:
+        go_on.set()
+        setting.fp32_precision = "none"
 
 
 def test_two_calls_give_the_same_bytes():

@@ -1,6 +1,7 @@
-"""Tests that cannot run here say why, and a GPU runner that runs no GPU test fails."""
+"""Tests that cannot run here say why, a GPU runner that runs no GPU test fails, and no outcome hangs on the day or on the machine."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -97,3 +98,54 @@ def test_a_gpu_runner_that_ran_no_gpu_test_fails(tmp_path, environment, code):
     assert done.returncode == code, done.stdout + done.stderr
     assert "1 passed" in done.stdout
     assert ("no GPU test ran" in done.stdout) == bool(code)
+
+
+DRAWS = """
+import os, random, time
+import torch
+from hypothesis import given, strategies as st
+
+seen = []
+
+
+def draw():
+    seen.append((random.random(), torch.rand(1).item(), sorted(name for name in os.environ if name.startswith("MEGAMOE_"))))
+    assert seen[-1] == seen[0]
+    assert seen[0][2] == ["MEGAMOE_CACHE_DIR"]
+
+
+def test_first(): draw()
+def test_second(): draw()
+
+
+@given(st.integers())
+def test_example_that_takes_long(number):
+    time.sleep(0.4 * (not numbers))  # longer than hypothesis allows by itself
+    numbers.append(number)
+
+
+numbers = []
+
+
+def test_write(): print("numbers", numbers)
+"""
+
+
+def test_no_outcome_hangs_on_luck_on_the_order_of_tests_or_on_settings(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    (tmp_path / "test_it.py").write_text(DRAWS)
+    settings = {
+        "MEGAMOE_BACKEND": "nobody",
+        "MEGAMOE_DISABLE": "reference",
+        "MEGAMOE_ARCH": "x",
+        "MEGAMOE_LOG": "x",
+        "MEGAMOE_CACHE_DIR": "y",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(tmp_path)]
+    printed = []
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, env={**os.environ, **settings})
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed += [line for line in done.stdout.splitlines() if "numbers" in line]
+    assert len(printed) == 2
+    assert printed[0] == printed[1]

@@ -13,8 +13,8 @@ def test_what_is_too_slow_in_every_round_is_found():
 
 
 def test_one_slow_round_is_forgiven():
-    naps = [1.0, 0.0]
-    stopwatch.assert_within(0.02, lambda: time.sleep(naps.pop(0)))
+    naps = [3.0]
+    stopwatch.assert_within(0.02, lambda: time.sleep(naps.pop()) if naps else None)
     assert naps == []
 
 

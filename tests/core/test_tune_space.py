@@ -56,6 +56,11 @@ def test_errors_name_what_is_legal(knobs, said):
         list(SPACE.candidates(knobs))
 
 
+def test_knobs_that_are_no_mapping():
+    with pytest.raises(InvalidInput, match="knobs are a list; allowed: a mapping"):
+        SPACE.complete(["order"])
+
+
 class Fake:
     """A backend whose kernel follows from two of its three knobs, and which refuses one of them for few tokens."""
 

@@ -21,7 +21,8 @@ def pure(tmp_path_factory):
     if not compiler:
         pytest.skip("needs a C++ compiler (g++, c++ or clang++)")
     library = tmp_path_factory.mktemp("pure") / "pure.so"
-    command = [compiler, "-std=c++17", "-O2", "-Wall", "-Werror", "-Wno-unused-function", "-shared", "-fPIC", f"-I{DEVICE_SOURCES}"]
+    # Warnings are the compiler's own, and products are not contracted, so that neither its release nor its target decides about a test.
+    command = [compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{DEVICE_SOURCES}"]
     subprocess.run([*command, str(HERE / "pure.cpp"), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 

@@ -33,7 +33,7 @@ def functions():
         return None
     machine.runtime()  # it has what they call
     sources = [*sorted(HOST.iterdir()), *sorted(DEVICE_SOURCES.iterdir()), *sorted(machine.HOST.glob("*.h"))]
-    flags = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-Wl,-Bsymbolic", f"-I{DEVICE_SOURCES}", f"-I{HOST}")
+    flags = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-Wl,-Bsymbolic", f"-I{DEVICE_SOURCES}", f"-I{HOST}")
     try:
         return machine.kept("emulation", [path.read_bytes() for path in sources], [HOST / "functions.cpp"], *flags)
     except AssertionError as error:

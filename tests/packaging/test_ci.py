@@ -40,6 +40,9 @@ def test_every_arch_wheel_has_its_gpu_and_every_row_its_fields(gpu_jobs):
         (["tests/emulation/test_mma.py"], {"sm90"}),
         (["packages/megamoe-core/src/megamoe/device/combine.py"], {"sm90", "sm100", "sm120"}),
         (["packages/megamoe-core/README.md"], set()),
+        (["tests/core/test_reference_gpu.py"], {"sm90", "sm100", "sm120"}),
+        (["pyproject.toml"], {"sm90", "sm100", "sm120"}),
+        ([".github/workflows/ci.yml"], {"sm90", "sm100", "sm120"}),
     ],
 )
 def test_a_change_takes_the_gpus_it_needs_and_no_others(gpu_jobs, changed, wheels):

@@ -44,7 +44,8 @@ def originals(tmp_path_factory):
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
-        pytest.skip(f"{WHEEL} cannot be fetched here: {ran.stderr.strip().splitlines()[-1]}")
+        reason = (ran.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+        pytest.skip(f"{WHEEL} cannot be fetched here: {reason}")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]

@@ -55,6 +55,18 @@ def test_a_new_session_starts_at_zero_and_knows_its_rank(ranks):
         assert one.fabric.quiesce() == 0
 
 
+def test_a_default_device_of_the_process_is_not_where_words_for_the_host_lie():
+    memories = [torch.zeros(LAYOUT.nbytes, dtype=torch.uint8) for _ in range(RANKS)]
+    control = torch.full((4096,), 7, dtype=torch.uint8)
+    with torch.device("meta"):
+        heap = Heap(LAYOUT, tuple(m.data_ptr() for m in memories), 0, CPU, torch.empty(RANKS, device=CPU))
+        fabric = DeviceFabric(heap, Group(0, RANKS, (4, 9, 2)), control)
+        memories[0][LAYOUT.offsets["counts"][0]] = 5
+        assert heap.read("counts")[0] == 5
+    assert int(control[regions.REPORT : regions.REPORT + 8].view(torch.int64)) == fabric._report.data_ptr()
+    assert fabric.failed_wait() is None
+
+
 def test_an_abort_reaches_every_peer_and_says_from_whom(ranks):
     ranks[1].fabric.tell_abort()
     assert [one.told for one in ranks] == [2, 0, 2]

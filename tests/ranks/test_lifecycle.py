@@ -62,8 +62,10 @@ class Ranks:
 
     def on(self, ranks, call):
         """Call on some ranks at the same time; result or error by rank."""
+        together = threading.Barrier(len(ranks))
 
         def one(rank):
+            together.wait()  # those who wait in vain wait for less time than a busy machine may take to start the others
             try:
                 return call(self.lives[rank])
             except Exception as error:  # noqa: BLE001

@@ -76,6 +76,17 @@ def test_a_cache_that_cannot_be_written_is_a_failure_and_nothing_is_compiled(cap
     assert "cannot be written. Fix: export MEGAMOE_CACHE_DIR=" in capsys.readouterr().err
 
 
+def test_a_kernel_that_the_cache_did_not_keep_is_a_failure(capsys, caplog, cache):
+    """The folder can be written, but not this entry: as on a disk that is full."""
+    assert main(["compile", "--backend", "sm90", *SHAPE, "--jobs", "1"]) == 0
+    for path in (cache / "kernels").glob("*.json"):
+        path.unlink()
+        path.mkdir()
+    assert main(["compile", "--backend", "sm90", *SHAPE, "--jobs", "1"]) == 1
+    assert "the compiled kernel sm90-swap-8 is not cached: " in caplog.text
+    assert "did not keep it: a warning above says why. Fix: free some space, or export MEGAMOE_CACHE_DIR=" in capsys.readouterr().err
+
+
 def test_what_cannot_be_compiled_is_said(capsys):
     assert main(["compile", "--backend", "reference", *SHAPE]) == 3
     assert "has no kernels to compile" in capsys.readouterr().err
@@ -83,5 +94,7 @@ def test_what_cannot_be_compiled_is_said(capsys):
     assert "No installed backend is made for sm_70" in capsys.readouterr().err
     assert main(["compile", "--backend", "sm90", "--arch", "sm_100a", *SHAPE]) == 2
     assert "sm_90a" in capsys.readouterr().err
+    assert main(["compile", "--backend", "sm90", *SHAPE, "--jobs", "0"]) == 2
+    assert "--jobs 0; allowed: 1 or more" in capsys.readouterr().err
     assert main(["compile", "--backend", "sm90", *SHAPE, "--format", "mxfp8"]) == 3
     assert "mxfp8 has no sm90 kernel" in capsys.readouterr().err

@@ -67,7 +67,7 @@ problems = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problem=problems, top_k=st.integers(1, 32), biases=st.booleans(), quantized=st.booleans())
 def test_every_supported_problem_has_kernels_for_all_tokens(problem, top_k, biases, quantized):
     problem = replace(problem, top_k=min(top_k, problem.experts))
@@ -154,6 +154,13 @@ def test_refusals_name_their_reason(change, said):
     assert all(reason.hint for reason in verdict.reasons)
     with pytest.raises(UnsupportedProblem, match=said):
         BACKEND.plan(replace(PROBLEM, **change))
+
+
+@pytest.mark.parametrize("ranks", [0, -1, None, "2", 1.5, True])
+def test_ranks_that_are_no_number_of_ranks(ranks):
+    assert [str(reason).startswith(f"ranks={ranks!r}; allowed: ") for reason in BACKEND.supports(PROBLEM, ranks).reasons] == [True]
+    with pytest.raises(UnsupportedProblem, match="a whole number of at least 1"):
+        BACKEND.plan(PROBLEM, ranks=ranks)
 
 
 def test_the_backend_can_be_tuned_and_compiled_ahead():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megamoe import InvalidInput, MoEProblem, PeerTimeout
+from megamoe.device import regions
+from megamoe.testing.trial import make_trial
+from megamoe_sm90 import session as module
+from megamoe_sm90.backend import Sm90Backend
 from megamoe_sm90.session import Sm90Session
 from megamoe_sm90.shim.workspace import FailedWait
 
@@ -144,3 +149,47 @@ def test_a_failed_wait_is_told_until_reset(gpu):
     one.reset()
     call(one)
     assert len(one.launched) == 1
+
+
+@pytest.fixture
+def opened_by_an_engine(gpu, monkeypatch):
+    """A session that was opened in inference mode and under a default device, as engines load models, and is used outside of both."""
+    zeros = torch.zeros  # this machine's torch may have no pinned memory
+    monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **more: zeros(*shape, **more))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    launched = []
+    monkeypatch.setattr(
+        module, "Launcher", lambda *_: SimpleNamespace(warm_up=lambda *_: None, run=lambda *arguments: launched.append(arguments))
+    )
+    backend, problem = Sm90Backend(), MoEProblem(6, 2, 128, 128, 4, "fp8_block128")
+    plan, weights = backend.plan(problem), make_trial(problem, tokens=0).weights
+    with torch.inference_mode(), torch.device("meta"):
+        one = Sm90Session(plan, backend.prepare_weights(plan, weights))
+        assert one.counts().device.type == "cpu"
+    one.launched = launched
+    return one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_outside_of_the_modes_that_the_session_was_opened_in(opened_by_an_engine, dtype):
+    """Router weights that want a gradient must not hang a graph onto the session's memory, which would grow with every call."""
+    one = opened_by_an_engine
+    x, ids = torch.zeros(2, 128, dtype=torch.bfloat16, requires_grad=True), torch.zeros(2, 2, dtype=torch.int64)
+    for _ in range(3):
+        one.run(x, ids, torch.ones(2, 2, dtype=dtype, requires_grad=True))
+    assert len(one.launched) == 3
+    assert not one._weights32.requires_grad
+    one.reset()
+    with torch.inference_mode():
+        one.run(x, ids, torch.ones(2, 2, dtype=dtype))
+        one.reset()
+    one.run(x, ids, torch.ones(2, 2, dtype=dtype))
+
+
+def test_the_kernels_report_to_the_host_under_any_default_device(opened_by_an_engine):
+    workspace = opened_by_an_engine._workspace
+    assert workspace.report.device.type == "cpu"
+    for control in workspace.controls.values():
+        assert control[regions.REPORT : regions.REPORT + 8].view(torch.int64).item() == workspace.report.data_ptr()

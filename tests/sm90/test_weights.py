@@ -50,6 +50,19 @@ def test_biases_become_float32():
     assert packed.tensors["b2"].data_ptr() == bf16.b2.data_ptr()
 
 
+@pytest.mark.parametrize("format", ["fp8_block128", "bf16"])
+def test_weights_that_were_packed_in_inference_mode_are_refitted_outside_of_it(format):
+    with torch.inference_mode():
+        own, quantized = packed_of(format, weights_of(format)), packed_of("fp8_block128", weights_of("bf16"))
+    for packed, new in ((own, weights_of(format, 1)), (quantized, weights_of("bf16", 1))):
+        packed.update(new)
+        with torch.inference_mode():
+            packed.update(new)
+        fresh = BACKEND.prepare_weights(packed.plan, new)
+        for name, tensor in fresh.tensors.items():
+            assert torch.equal(packed.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
 def test_misaligned_tensors_are_copied():
     weights = weights_of("fp8_block128")
     store = torch.empty(weights.w13.numel() + 1, dtype=torch.uint8)

@@ -67,9 +67,12 @@ def compile_arch() -> str | None:
 
 
 def cache_dir() -> Path:
-    """Folder for caches (created by whoever writes into it)."""
-    value = CACHE_DIR.read()
-    return Path(value).expanduser() if value else Path.home() / ".cache" / "megamoe"
+    """Folder for caches (created by whoever writes into it).
+
+    Below ``/nonexistent``, and so a folder that cannot be written, where the user has no home: containers run under any number.
+    """
+    path = os.path.expanduser(CACHE_DIR.read() or CACHE_DIR.default)
+    return Path("/nonexistent", path) if path.startswith("~") else Path(path)
 
 
 def cache_writable() -> bool:

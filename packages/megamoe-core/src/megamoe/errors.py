@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from megamoe.protocol import Reason
 
@@ -22,6 +22,17 @@ class MegaMoEError(Exception):
         self.message = message
         self.hint = hint
         super().__init__(f"{message} Fix: {hint}" if hint else message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python would call the class with the finished text. Engines send the errors of their workers from process to process.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[MegaMoEError], arguments: tuple[object, ...], attributes: Mapping[str, object]) -> MegaMoEError:
+    error = kind.__new__(kind)
+    error.args = arguments
+    error.__dict__.update(attributes)
+    return error
 
 
 class BackendNotFound(MegaMoEError):

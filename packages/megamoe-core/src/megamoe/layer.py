@@ -57,7 +57,7 @@ class MoELayer(torch.nn.Module):
             reject(ours, error, device)
             raise
         self._session: Session | None = chosen.open_session(plan, self._packed, group)
-        self._handle = ops.register(self._session)
+        self._handle = ops.register(self)
 
     def forward(
         self,
@@ -72,15 +72,15 @@ class MoELayer(torch.nn.Module):
 
         There is no backward: a gradient that arrives at the result raises. Works under ``torch.compile(fullgraph=True)``.
         """
-        session = self._open()
-        if torch.compiler.is_compiling():  # an operator that the compiler does not look into; it refuses backward by itself
-            if out is None:
-                made: torch.Tensor = ops.layer(self._handle, self.problem.hidden, x, topk_ids, topk_weights, x_scale)
-                return made
-            ops.layer_out(self._handle, x, topk_ids, topk_weights, x_scale, out)
-            return out
-        y = session.run(x, topk_ids, topk_weights, x_scale=x_scale, out=out)
-        if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        if torch.compiler.is_compiling():  # an operator that the compiler does not look into; it says itself when the layer was closed
+            if out is not None and not _wants_gradient(x, topk_weights):
+                ops.layer_out(self._handle, x, topk_ids, topk_weights, x_scale, out)
+                return out
+            made: torch.Tensor = ops.layer(self._handle, self.problem.hidden, x, topk_ids, topk_weights, x_scale)
+            # An operator that writes into an argument cannot refuse a gradient.
+            return made if out is None else out.copy_(made)
+        y = self._open().run(x, topk_ids, topk_weights, x_scale=x_scale, out=out)
+        if _wants_gradient(x, topk_weights):
             return cast("torch.Tensor", _NoBackward.apply(y, x, topk_weights))  # type: ignore[no-untyped-call]
         return y
 
@@ -155,6 +155,10 @@ def _device(problem: MoEProblem, weights: ExpertWeights) -> torch.device:
     return weights.device
 
 
+def _wants_gradient(x: torch.Tensor, topk_weights: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
+
+
 class _NoBackward(torch.autograd.Function):
     """Keeps the result attached to the graph, so that a backward pass fails instead of silently missing a gradient."""
 
@@ -164,4 +168,4 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
-        raise MegaMoEError("MoELayer is for inference and has no backward.", hint="call it under torch.no_grad()")
+        raise ops.no_backward()

@@ -259,7 +259,10 @@ def _is_count(value: object) -> TypeGuard[SupportsInt]:
 def _real(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidInput(f"{name}={value!r}; allowed: a number.", hint=f"pass {name} as a Python number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond float64
+        number = -math.inf if value < 0 else math.inf
     if math.isnan(number):
         raise InvalidInput(f"{name} is NaN; allowed: a number.", hint=f"check where {name} comes from")
     return number

@@ -66,10 +66,11 @@ class Sm90Backend:
 
     def supports(self, problem: MoEProblem, ranks: int = 1) -> Verdict:
         reasons = list(problem.placement_reasons(ranks))
-        if ranks > 1:
-            reasons += [] if reasons else ranks_plan.reasons(problem, ranks, MOST_EXPERTS)
-        elif problem.placement not in (None, Placement.even(problem.experts, 1)):
-            reasons.append(Reason("the placement reorders experts on one rank", "leave placement at None"))
+        if not reasons:  # else it is not known which experts a rank holds
+            if ranks > 1:
+                reasons += ranks_plan.reasons(problem, ranks, MOST_EXPERTS)
+            elif problem.placement not in (None, Placement.even(problem.experts, 1)):
+                reasons.append(Reason("the placement reorders experts on one rank", "leave placement at None"))
         if problem.format not in SPEC.formats:
             reasons.append(Reason(f"format {problem.format} has no sm90 kernel", f"use one of {', '.join(SPEC.formats)}"))
         multiple = max(64, describe(problem.format).multiple)

@@ -49,7 +49,7 @@ class Sm90RanksSession(Sm90Session):
         seconds = env.timeout_seconds()
         biases = {name: name in weights.tensors for name in ("b13", "b2")}
         kinds = (False,) if self._problem.format == "bf16" else (False, True)
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), torch.inference_mode(False):  # as on one rank
             ctas = residency.ctas_of(group, self._device)
             variants = {
                 quantized: RanksVariant.of(

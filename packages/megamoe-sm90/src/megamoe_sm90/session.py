@@ -51,7 +51,8 @@ class Sm90Session:
             for quantized in (False, True)
         }
         routes = (self._problem.max_tokens, self._problem.top_k)
-        with torch.cuda.device(self._device):
+        # Memory that later calls write, also those outside of an inference mode that the session was opened in.
+        with torch.cuda.device(self._device), torch.inference_mode(False):
             # Kernels that take bf16 need the larger workspace: they write quantized activations into it.
             self._workspace = Workspace(self._variants[False], self._device)
             self._ids64 = torch.empty(routes, dtype=torch.int64, device=self._device)
@@ -93,7 +94,7 @@ class Sm90Session:
         self._raise_reported()
         experts = self._problem.experts
         if self._ids is None:
-            return torch.zeros(experts, dtype=torch.int64)
+            return torch.zeros(experts, dtype=torch.int64, device="cpu")
         ids = self._ids.flatten().cpu().to(torch.int64)
         return torch.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts)
 
@@ -141,7 +142,7 @@ class Sm90Session:
         x, scale = _plain(x), None if scale is None else _plain(scale)
         target = out if _is_plain(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         ids = ids.contiguous() if ids.dtype == torch.int32 else self._narrow(ids)
-        weights = weights.contiguous() if weights.dtype == torch.float32 else self._weights32[:tokens].copy_(weights)
+        weights = weights.contiguous() if weights.dtype == torch.float32 else self._weights32[:tokens].copy_(weights.detach())
         scale_address = 0 if scale is None else scale.data_ptr()
         launcher.run(tokens, x.data_ptr(), scale_address, ids.data_ptr(), weights.data_ptr(), target.data_ptr(), stream.cuda_stream)
         if target is not out:

@@ -59,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone. Python would complain again while flushing at exit, so hand it an open sink.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return codes.FAILED
+    except OSError as error:  # a folder that may not be read, a disk that is full: nobody's mistake in this program
+        fix = "look at that file or folder, its permissions and the space on its disk"
+        Output.of(args).error(MegaMoEError(f"The operating system refused: {error}.", hint=fix), command=args.command)
+        return codes.FAILED
     return code
 
 

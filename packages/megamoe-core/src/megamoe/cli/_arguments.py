@@ -20,6 +20,17 @@ def check_ranks(ranks: int) -> int:
     return ranks
 
 
+def check_seed(seed: int) -> int:
+    """The value of ``--seed``.
+
+    Raises:
+        InvalidInput: more than torch's generators take.
+    """
+    if not -(2**63) <= seed < 2**64:
+        raise InvalidInput(f"--seed {seed}; allowed: -2^63 to 2^64 - 1.", hint="--seed 1")
+    return seed
+
+
 def for_arch(arch: str) -> Record | None:
     """The backend that is made for an architecture: exactly before its family; ``None`` when none is.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from megamoe import catalog, select
 from megamoe.catalog import Record
 from megamoe.cli import _emulated, codes
-from megamoe.cli._arguments import check_ranks
+from megamoe.cli._arguments import check_ranks, check_seed
 from megamoe.cli.output import Output
 from megamoe.errors import MegaMoEError
 from megamoe.formats import describe
@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Check and print. 1 when anything failed, 3 when no backend that was asked for could run."""
     out = Output.of(args)
     check_ranks(args.ranks)
+    check_seed(args.seed)
     for name in args.format:
         describe(name)  # raises, with the names there are
     emulate = args.emulate if args.emulate and not _emulated.is_native(args.emulate) else None

@@ -17,7 +17,7 @@ from megamoe.cli import codes
 from megamoe.cli._arguments import for_arch
 from megamoe.cli._problem import add_knob_argument, add_problem_arguments, base_of, knobs_of, problem_of
 from megamoe.cli.output import Output
-from megamoe.errors import BackendUnavailable, MegaMoEError
+from megamoe.errors import BackendUnavailable, InvalidInput, MegaMoEError
 
 if TYPE_CHECKING:
     from megamoe.compile import KernelRequest
@@ -102,6 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile; prints one line a kernel."""
     out = Output.of(args)
+    if args.jobs < 1:
+        raise InvalidInput(f"--jobs {args.jobs}; allowed: 1 or more.", hint="--jobs 2")
     arch = args.arch or env.compile_arch()
     biases = base_of(args).biases if args.biases is None else args.biases
     job = Job(args.backend or _backend(arch), problem_of(args), knobs_of(args), arch, biases, args.sms)
@@ -148,9 +150,15 @@ def _compile(job: Job, total: int, jobs: int) -> Iterator[Compiled]:
 def _one(job: Job, index: int) -> Compiled:
     from megamoe.compile import cubin
     from megamoe.compile.obtain import obtain
+    from megamoe.compile.store import Store
 
     request = job.requests()[index]
     got = obtain(request)
+    if Store().load(got.digest) is None:
+        raise MegaMoEError(
+            f"{request.name} was compiled, but the cache folder {env.cache_dir()} did not keep it: a warning above says why.",
+            hint=f"free some space, or export {env.CACHE_DIR.name}=<a folder you can write>",
+        )
     used = [resources for image in cubin.images(got.object) for resources in cubin.resources(image)]
     return Compiled(
         kernel=request.name,

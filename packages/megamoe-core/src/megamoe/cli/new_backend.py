@@ -15,11 +15,13 @@ from pathlib import Path
 from string import Template
 
 import megamoe
+from megamoe import metadata
 from megamoe.cli import codes
 from megamoe.cli.output import Output
 from megamoe.drop.folder import in_use, write_folder
 from megamoe.errors import InvalidInput
 from megamoe.protocol import ENTRY_POINT_GROUP, PROTOCOL
+from megamoe.select import AUTO, REFERENCE
 
 SUMMARY = "make a wheel with a backend of your own"
 
@@ -58,7 +60,8 @@ def new_backend(name: str, folder: Path) -> list[str]:
     """Write the project of a wheel with the backend ``name``.
 
     Args:
-        name: lower-case letters, digits and underscores, not starting with a digit; no installed backend has it.
+        name: lower-case letters, digits and single underscores between them, a letter first; neither an installed backend nor one of
+            megamoe's own wheels has it.
         folder: where to write; must not exist yet or be empty.
 
     Returns:
@@ -86,10 +89,16 @@ def new_backend(name: str, folder: Path) -> list[str]:
 
 
 def _check(name: str, folder: Path) -> None:
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise InvalidInput(
-            f"{name!r} cannot name a backend; allowed: lower-case letters, digits and underscores, a letter first.",
+            f"{name!r} cannot name a backend; allowed: lower-case letters, digits and single underscores between them, a letter first.",
             hint="for example acme_sm90",
+        )
+    ours = (metadata.CORE, *metadata.ARCH_WHEELS)
+    if name in (AUTO, REFERENCE) or names(name)[0] in ours:
+        raise InvalidInput(
+            f"the name {name!r} is megamoe's own; allowed: any but {AUTO}, {REFERENCE} and those of {', '.join(ours)}.",
+            hint="choose another name",
         )
     from importlib.metadata import entry_points
 

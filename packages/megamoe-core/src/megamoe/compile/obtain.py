@@ -83,8 +83,10 @@ def _keep(request: KernelRequest, store: Store, digest: str, data: bytes, second
         # The compiler may have read a mixture of old and new files; under either fingerprint it would be wrong.
         logger().warning("%s changed on disk while this process ran; the compiled kernel is not cached", ", ".join(request.packages))
         return
-    with contextlib.suppress(OSError):  # said already, when the lock was asked for
+    try:
         store.save(digest, request.key(), data, seconds)
+    except OSError as error:
+        logger().warning("the compiled kernel %s is not cached: %s", request.name, error)
 
 
 def _entry_point(digest: str) -> str:

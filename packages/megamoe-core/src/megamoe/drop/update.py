@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import megamoe
 from megamoe.drop import manifest as manifests
 from megamoe.drop.faults import DropRefused, Fault
 from megamoe.drop.locate import find_package, namespace_of
@@ -79,6 +80,8 @@ def update(
         DropError: no such wheel, or writing failed; the wheel is as it was.
     """
     package, source = find_package(wheel), Path(source)
+    if package == Path(megamoe.__file__).resolve().parent:
+        raise DropError(f"{wheel} is in megamoe-core, which holds no kernel drop; allowed: a wheel of its own.", hint="megamoe new-backend")
     before = manifests.read(package) or Manifest()
     _refuse_dirty(package, before)
     packages = tuple(packages) or before.packages

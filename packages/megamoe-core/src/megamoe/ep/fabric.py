@@ -35,7 +35,7 @@ class DeviceFabric:
     def __init__(self, heap: Heap, group: Group, control: torch.Tensor) -> None:
         self._heap, self._group, self._control = heap, group, control
         self._device = control.device
-        self._report = torch.zeros(2, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._report = torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=self._device.type == "cuda")
         self._words = self._report.numpy()
         self._failed: FailedWait | None = None
         self._clear(0)
@@ -101,7 +101,7 @@ class DeviceFabric:
             return
         from cuda.bindings import runtime as cuda
 
-        word = torch.tensor([value], dtype=torch.int64).pin_memory()
+        word = torch.tensor([value], dtype=torch.int64, device="cpu").pin_memory()
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             kind = cuda.cudaMemcpyKind.cudaMemcpyDefault

@@ -50,7 +50,7 @@ class Heap:
     def read(self, region: str) -> torch.Tensor:
         """This rank's region as it is now, (bytes,) uint8 on the CPU. Does not wait for launches that may write it."""
         size = self.layout.offsets[region][1]
-        found = torch.empty(size, dtype=torch.uint8)
+        found = torch.empty(size, dtype=torch.uint8, device="cpu")
         if self.table.device.type == "cuda":
             from cuda.bindings import runtime as cuda
 

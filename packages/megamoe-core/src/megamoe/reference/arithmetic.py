@@ -10,6 +10,7 @@ y    = bf16(sum over slots of w * row)      float32 in slot order, one rounding;
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -83,13 +84,33 @@ def weighted_sum(rows: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor
 @contextmanager
 def float32_arithmetic(device: torch.device) -> Iterator[None]:
     """True float32 products whatever the caller chose for the process: no autocast, no TF32, no bf16 products; no autograd."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    chosen = [backend.fp32_precision for backend in backends]
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        try:
-            for backend in backends:
-                backend.fp32_precision = "ieee"
-            yield
-        finally:
-            for backend, precision in zip(backends, chosen, strict=True):
-                backend.fp32_precision = precision
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), _IEEE:
+        yield
+
+
+class _Ieee:
+    """Torch's setting for float32 products, which is the process's: the first thread to come sets it, the last to leave puts back what the
+    process had chosen."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._chosen: list[tuple[Any, str]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+                self._chosen = [(backend, backend.fp32_precision) for backend in backends]
+                for backend in backends:
+                    backend.fp32_precision = "ieee"
+            self._inside += 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                for backend, precision in self._chosen:
+                    backend.fp32_precision = precision
+
+
+_IEEE = _Ieee()

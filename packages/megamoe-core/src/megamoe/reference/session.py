@@ -36,7 +36,7 @@ class ReferenceSession:
         self._format = load(plan.problem.format)
         placement = plan.problem.resolved_placement(plan.ranks)
         self._table = RouteTable(placement, plan.problem.experts, weights.device)
-        self._counts = torch.zeros(weights.experts, dtype=torch.int64)
+        self._counts = torch.zeros(weights.experts, dtype=torch.int64, device="cpu")
         self._bad_ids: torch.Tensor | None = None
 
     @property

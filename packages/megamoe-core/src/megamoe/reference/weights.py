@@ -56,8 +56,9 @@ class ReferenceWeights:
         check_update(self, weights)
         encoded = self._encode(weights)
         check_refit(self._tensors, encoded)
-        for name, tensor in encoded.items():
-            self._tensors[name].copy_(tensor)
+        with torch.inference_mode():  # tensors that were made in it can be written in it alone
+            for name, tensor in encoded.items():
+                self._tensors[name].copy_(tensor)
 
     def expert(self, slot: int) -> Expert:
         """The weights of one local slot as float32 values."""

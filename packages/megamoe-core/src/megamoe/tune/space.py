@@ -59,6 +59,10 @@ class Space:
         Raises:
             InvalidInput: an unknown knob, an illegal value, or a rule broken; names what is legal.
         """
+        if not isinstance(given, Mapping | None):
+            raise InvalidInput(
+                f"knobs are a {type(given).__name__}; allowed: a mapping of names to values.", hint="for example knobs={'order': 'swap'}"
+            )
         given = dict(given or {})
         known = {knob.name: knob for knob in self.knobs}
         for name, value in given.items():

@@ -54,8 +54,9 @@ class Sm90Weights:
         check_update(self, weights)
         encoded = self._encode(weights)
         check_refit({name: t for name, t in self.tensors.items() if not name.endswith("_static")}, encoded)
-        for name, tensor in encoded.items():
-            self.tensors[name].copy_(tensor)
+        with torch.inference_mode():  # tensors that were made in it can be written in it alone
+            for name, tensor in encoded.items():
+                self.tensors[name].copy_(tensor)
 
     def _encode(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
         """The tensors to keep, by field name of ``ExpertWeights``."""

@@ -56,7 +56,7 @@ class Workspace:
         blocks = sizes(variants)
         self.scratch = torch.empty(blocks.pop("scratch"), dtype=torch.uint8, device=device)
         self.controls = {name.split()[0]: torch.zeros(size, dtype=torch.uint8, device=device) for name, size in blocks.items()}
-        self.report = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self.report = torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=True)
         self._words = self.report.numpy()
         self._listen()
 

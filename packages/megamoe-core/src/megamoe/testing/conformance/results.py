@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +155,32 @@ class ResultTests(Subject):
         assert bytes_of(same) == bytes_of(opened.session.run(*inputs._replace(topk_ids=inputs.topk_ids.to(torch.int32))))
         for dtype in (torch.bfloat16, torch.float16):
             self.check(opened, inputs._replace(topk_weights=inputs.topk_weights.to(dtype)))
+
+    def test_modes_of_torch_end_with_their_block(self, runnable: Backend, format: str) -> None:
+        """Engines load models in inference mode and under a default device, and call them outside of both."""
+        import torch
+
+        problem = self.problem(format)
+        with torch.inference_mode():
+            given = self.weights(problem)
+        inputs, other = self.inputs(problem), self.weights(problem, seed=11)
+        with ExitStack() as stack:
+            with torch.inference_mode(), torch.device("meta"):
+                opened = stack.enter_context(self.open(runnable, problem, given))
+                assert str(opened.session.counts().device) == "cpu"
+            first = self.check(opened, inputs)
+            for dtype in (torch.float32, torch.bfloat16):
+                weights = inputs.topk_weights.to(dtype)
+                wanted = opened.session.run(*inputs._replace(topk_weights=weights)).clone()
+                for _ in range(2):
+                    got = opened.session.run(*inputs._replace(topk_weights=weights.requires_grad_()))
+                    assert bytes_of(got.detach()) == bytes_of(wanted)
+            opened.packed.update(other)
+            assert bytes_of(self.check(opened._replace(weights=other), inputs)) != bytes_of(first)
+            with torch.inference_mode():
+                opened.packed.update(opened.weights)
+                opened.session.reset()
+            assert bytes_of(opened.session.run(*inputs)) == bytes_of(first)
 
     def test_a_nan_stays_in_its_token(self, opened: Opened) -> None:
         inputs = self.inputs(opened.problem, 9, seed=10)
