@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from tests.emulation import on_machine  # noqa: E402
 from tests.emulation.model_flashinfer import Layer, blocked, compare  # noqa: E402
 
 from megamoe import emulation  # noqa: E402
-from megamoe.emulation.assemble import link, tool  # noqa: E402
+from megamoe.emulation.assemble import build  # noqa: E402
 
 LIMIT_MS = 20_000
 SMALL = {"tokens": 24, "experts": 4, "hidden": 512, "inter": 256}
@@ -178,15 +177,14 @@ def arguments_of(variant, layer, kernel, device):
 
 
 def resources(module):
-    """Of every kernel of a rewritten module: threads of a CTA, and what ptxas says it needs."""
+    """Of every kernel of a rewritten module: threads of a CTA, registers with those of what it calls, and the bytes that it spills itself."""
     with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "module.ptx"
-        source.write_text(link(module))
-        command = [str(tool("ptxas")), "-arch=sm_90a", "-v", str(source), "-o", str(Path(scratch) / "module.cubin")]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        _, told = build(module, Path(scratch))
     threads = dict(re.findall(r"\.entry (\w+)\([^{]*?\.(?:reqntid|maxntid) (\d+)", module.text))
-    usage = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", told, re.DOTALL)
-    return [{"threads": int(threads[name]), "spilled": int(spilled), "registers": int(count)} for name, spilled, count in usage]
+    spilled = dict(re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores", told, re.DOTALL))
+    registers = dict(re.findall(r"nvlink info\s*: Function properties for '(\w+)':.*?used (\d+) registers", told, re.DOTALL))
+    assert set(registers) == set(spilled) == set(threads), told
+    return [{"threads": int(threads[k]), "spilled": int(spilled[k]), "registers": int(registers[k])} for k in threads]
 
 
 def main():
