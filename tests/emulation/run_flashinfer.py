@@ -2,9 +2,9 @@
 
     python run_flashinfer.py WHERE[:SEED] FOLDER VARIANT [normal | large]
 
-WHERE is "gpu" (a Hopper GPU), "machine" (tests/machine runs the rewritten kernels on the CPU) or "assemble" (rewrite and assemble, launch
-nothing). SEED, when given, is that of delayed mode. FOLDER is flashinfer/moe_ep/kernel_src of the
-flashinfer-python wheel. Prints one JSON document on the last line.
+WHERE is "gpu" (a Hopper GPU), "machine" (tests/machine runs the rewritten kernels on the CPU), "races" (the same, and data races are
+faults) or "assemble" (rewrite and assemble, launch nothing). SEED, when given, is that of delayed mode. FOLDER is
+flashinfer/moe_ep/kernel_src of the flashinfer-python wheel. Prints one JSON document on the last line.
 """
 
 from __future__ import annotations
@@ -190,18 +190,20 @@ def resources(module):
 def main():
     where, folder, name = sys.argv[1:4]
     where, _, seed = where.partition(":")
+    on_machine.RACES = where == "races"
+    on_cpu = where in ("machine", "races")
     variant = VARIANTS[name]
-    layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if where == "machine" else LARGE if sys.argv[4:] == ["large"] else {}))
+    layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if on_cpu else LARGE if sys.argv[4:] == ["large"] else {}))
     with emulation.emulate(
         variant.arch, emulation.Options(seed=int(seed) if seed else None, loads_wait=False, limit_ms=LIMIT_MS)
     ) as emulated:
         sys.path.insert(0, str(Path(folder) / TREES[variant.arch] / "src"))
         import cutlass.cute as cute
 
-        kernel, clusters = kernel_of(variant, layer, 4 if where == "machine" else 132)
+        kernel, clusters = kernel_of(variant, layer, 4 if on_cpu else 132)
         arguments, out, kept = arguments_of(variant, layer, kernel, "cuda" if where == "gpu" else "cpu")
         machine = on_machine.Captured(lambda: emulated.modules[-1], lambda: kept.values())
-        if where == "machine":
+        if on_cpu:
             machine.hook()
         rewriting, rewrite = [], emulated.compiled
 

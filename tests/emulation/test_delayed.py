@@ -38,6 +38,32 @@ def test_a_right_kernel_that_elects_no_thread_stays_right(emulated):
     assert all(multiply(emulated, seed, elected=False) for seed in SEEDS[:3])
 
 
+def by_four_warps(emulated, seed):
+    """Whether four warps that issue at the same time, each for 64 columns of its own, get what one gets."""
+    text = kernels.mma("f16", 256, 4)
+    for old, new in (
+        ("setp.ne.u32 %p4, %r3, 0;", "setp.gt.u32 %p4, %r3, 3;"),
+        ("mov.b32 %r6, 1;", "mov.b32 %r6, 4;"),
+        ("add.u32 %r50, %r7, 256;", "mad.lo.u32 %r70, %r3, 64, %r7;"),
+        ("[%r7], %rd10", "[%r70], %rd10"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    rng = np.random.default_rng(2)
+    a, b = model.random_codes(rng, (128, 64), "f16"), model.random_codes(rng, (64, 64), "f16")
+    images = [model.k_major_image(model.slab_bytes(x, model.F16, 16), 128) for x in (a, b)]
+    idesc = 1 << 4 | 64 >> 3 << 17 | 128 >> 4 << 24
+    sizes, descriptors = [image.nbytes for image, _, _ in images], [ctypes.c_uint64(word) for _, word, _ in images]
+    arguments = (images[0][0], images[1][0], np.zeros(1024, np.uint8), np.zeros((128, 256), np.float32), *sizes, *descriptors, 2, 2, idesc)
+    options = Options(seed=seed, limit_ms=2000)
+    out = emulated(text, *arguments, shared=kernels.OPERANDS + sum(sizes) + 1024, options=options)[3]
+    return np.array_equal(out, np.tile(model.values(a, "f16") @ model.values(b, "f16").T, 4))
+
+
+def test_four_warps_that_issue(emulated):
+    assert all(by_four_warps(emulated, seed) for seed in SEEDS[:5])
+
+
 @pytest.mark.parametrize("omitted", ["wait", "wait::ld"])
 def test_a_missing_wait_is_found(emulated, omitted):
     assert not all(multiply(emulated, seed, omit=(omitted,)) for seed in SEEDS)
