@@ -401,9 +401,13 @@ $issued:
     return kernel("sm_100a", "u64 map, u64 x", body).replace(".param .u64 map", ".param .align 64 .b8 map[128]")
 
 
-def bulk_store(wait: bool) -> str:
-    """Shared memory is filled with 7, stored by a bulk copy, and (after the wait, if there is one) overwritten with 9."""
-    waited = "\tcp.async.bulk.wait_group.read 0;\n" if wait else ""
+def bulk_store(omit: str = "", times: int = 1, open_groups: int = 0) -> str:
+    """Shared memory is filled with 7, stored by bulk copies in `times` pieces, and overwritten with 9 when all but `open_groups` are read.
+
+    `omit` leaves out "wait" or "commit".
+    """
+    committed = "" if omit == "commit" else "\tcp.async.bulk.commit_group;\n"
+    waited = "" if omit == "wait" else f"\tcp.async.bulk.wait_group.read {open_groups};\n"
     body = (
         START
         + f"""	mov.b32 %r10, 7;
@@ -416,9 +420,14 @@ def bulk_store(wait: bool) -> str:
 	@%p1 bra $stored;
 	ld.param.u64 %rd1, [d];
 	cvta.to.global.u64 %rd1, %rd1;
-	cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r2], 512;
-	cp.async.bulk.commit_group;
-{waited}$stored:
+	mov.b32 %r12, 0;
+$again:
+	cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r2], {512 // times};
+	add.u64 %rd1, %rd1, {512 // times};
+	add.u32 %r12, %r12, 1;
+	setp.lt.u32 %p2, %r12, {times};
+	@%p2 bra $again;
+{committed}{waited}$stored:
 	bar.sync 0;
 	mov.b32 %r10, 9;
 	st.shared.b32 [%r11], %r10;
@@ -530,5 +539,5 @@ ALL = {
     "tensor load": tensor_load(8192),
     "tensor load pair": tensor_load(8192, pair=True),
     "tensor store": tensor_store(8192),
-    "bulk store": bulk_store(True),
+    "bulk store": bulk_store(),
 }

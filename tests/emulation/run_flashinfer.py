@@ -177,7 +177,7 @@ def arguments_of(variant, layer, kernel, device):
 
 
 def resources(module):
-    """Of every kernel of a rewritten module: threads of a CTA, registers with those of what it calls, and the bytes that it spills itself."""
+    """Of every kernel of a rewritten module: threads of a CTA, registers with what it calls, and the bytes that it spills itself."""
     with tempfile.TemporaryDirectory() as scratch:
         _, told = build(module, Path(scratch))
     threads = dict(re.findall(r"\.entry (\w+)\([^{]*?\.(?:reqntid|maxntid) (\d+)", module.text))

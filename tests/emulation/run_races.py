@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.emulation import on_machine, test_delayed, test_mma, test_tensor  # noqa: E402
-from tests.emulation.conftest import OnHost  # noqa: E402
-from tests.machine.launch import MachineFault  # noqa: E402
+from tests.emulation import on_machine, test_delayed, test_mma, test_tensor
+from tests.emulation.conftest import OnHost
+from tests.machine.launch import MachineFault
 
 KERNELS = {
     "one CTA": lambda host: test_delayed.multiply(host, None),

@@ -103,7 +103,18 @@ def test_stores_of_code_that_relies_on_the_order_of_its_accesses(emulated):
     np.testing.assert_array_equal(out, (lanes % 32 * 1000 + lanes // 32 * 100000)[:, None] + np.arange(8))
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_wait_for_bulk_stores(emulated, waits):
-    (out,) = emulated(kernels.bulk_store(waits), np.zeros(128, np.uint32), shared=1024, options=Options(seed=1))
-    assert (out == (7 if waits else 9)).all()
+def bulk_stored(emulated, **how):
+    (out,) = emulated(kernels.bulk_store(**how), np.zeros(128, np.uint32), shared=1024, options=Options(seed=1))
+    return set(out.tolist())
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_bulk_stores(emulated, times):
+    """Also when one instruction stores several times before the wait."""
+    assert bulk_stored(emulated, times=times) == {7}
+
+
+@pytest.mark.parametrize("how", [{"omit": "wait"}, {"omit": "commit"}, {"open_groups": 1}])
+def test_a_missing_wait_or_commit_of_bulk_stores_is_found(emulated, how):
+    """And a wait that leaves the last group open."""
+    assert bulk_stored(emulated, **how) == {9}

@@ -1,7 +1,7 @@
 """No data race in rewritten kernels, whatever order their threads run in: fences and barriers of the emulation's device functions suffice.
 
-The functions are built so that every access of theirs is told to the machine's check of what happens before what (``tests/machine``). It knows
-the PTX memory model, not the hardware, and no proxies.
+The functions are built so that every access of theirs is told to the machine's check of what happens before what (``tests/machine``). It
+knows the PTX memory model, not the hardware, and no proxies.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import pytest
 HERE = Path(__file__).parent
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which tells volatile accesses from others (tsan-distinguish-volatile)"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which tells volatile accesses from others"),
     pytest.mark.timeout(600),
 ]
 
 
 def found(*arguments):
-    done = subprocess.run([sys.executable, str(HERE / "run_races.py"), *arguments], capture_output=True, text=True, check=False, timeout=580)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run_races.py"), *arguments], capture_output=True, text=True, check=False, timeout=580
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

@@ -334,7 +334,10 @@ def _shim() -> Path:
     def built(folder: Path) -> bytes:
         to = folder / "shim.so"
         run = subprocess.run(
-            [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", str(_SHIM), "-o", str(to)], capture_output=True, text=True, check=False
+            [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", str(_SHIM), "-o", str(to)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if run.returncode:
             raise EmulationError(f"{compiler} could not build {_SHIM.name}: {run.stderr.strip()[-1000:]}", hint="install gcc")
