@@ -211,6 +211,32 @@ def ld_st(shape: str, registers: int, columns: int, wait_store: bool = True, unp
     return kernel("sm_100a", "u64 d", body + dump(columns) + free())
 
 
+def st_in_a_loop(columns: int) -> str:
+    """What `ld_st` stores with 32x32b, one column after the other by the same instruction, all before one wait."""
+    body = (
+        START
+        + allocate()
+        + f"""	bar.sync 0;
+	ld.shared.b32 %r7, [%r2];
+	and.b32 %r8, %r1, 31;
+	mul.lo.u32 %r8, %r8, 1000;
+	mad.lo.u32 %r8, %r3, 100000, %r8;
+	shl.b32 %r9, %r3, 21;
+	add.u32 %r9, %r9, %r7;
+	mov.b32 %r10, 0;
+$again:
+	tcgen05.st.sync.aligned.32x32b.x1.b32 [%r9], {{%r8}};
+	add.u32 %r8, %r8, 1;
+	add.u32 %r9, %r9, 1;
+	add.u32 %r10, %r10, 1;
+	setp.lt.u32 %p4, %r10, {columns};
+	@%p4 bra $again;
+	tcgen05.wait::st.sync.aligned;
+"""
+    )
+    return kernel("sm_100a", "u64 d", body + dump(columns) + free())
+
+
 def split(shape: str) -> str:
     """Operand with the distance of the two halves of 16x32bx2, in columns."""
     return f"{SPLIT}, " if shape == "16x32bx2" else ""

@@ -96,6 +96,12 @@ def test_wait_for_stores(emulated, waits):
     assert np.array_equal(out, expected) == waits
 
 
+def test_one_instruction_that_stores_several_times_before_the_wait(emulated):
+    (out,) = emulated(kernels.st_in_a_loop(8), np.zeros((128, 8), np.uint32), shared=1024, options=Options(seed=1))
+    lanes = np.arange(128)
+    np.testing.assert_array_equal(out, (lanes % 32 * 1000 + lanes // 32 * 100000)[:, None] + np.arange(8))
+
+
 def test_stores_of_code_that_relies_on_the_order_of_its_accesses(emulated):
     kernel = kernels.ld_st("32x32b", 8, 8, wait_store=False)
     (out,) = emulated(kernel, np.zeros((128, 8), np.uint32), shared=1024, options=Options(seed=1, loads_wait=False))

@@ -38,9 +38,10 @@ def tool(name: str) -> Path:
     """Where ``nvcc``, ``ptxas`` or ``nvlink`` is.
 
     Raises:
-        EmulationError: neither on ``PATH`` nor in a wheel.
+        EmulationError: neither on ``PATH`` or beside the ``nvcc`` there, nor in a wheel.
     """
-    found = shutil.which(name)
+    compiler = shutil.which("nvcc")
+    found = shutil.which(name) or (shutil.which(name, path=str(Path(compiler).resolve().parent)) if compiler else None)
     if found:
         return Path(found)
     for wheel in _WHEELS:
