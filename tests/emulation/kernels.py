@@ -211,6 +211,32 @@ def ld_st(shape: str, registers: int, columns: int, wait_store: bool = True, unp
     return kernel("sm_100a", "u64 d", body + dump(columns) + free())
 
 
+def st_in_a_loop(columns: int) -> str:
+    """What `ld_st` stores with 32x32b, one column after the other by the same instruction, all before one wait."""
+    body = (
+        START
+        + allocate()
+        + f"""	bar.sync 0;
+	ld.shared.b32 %r7, [%r2];
+	and.b32 %r8, %r1, 31;
+	mul.lo.u32 %r8, %r8, 1000;
+	mad.lo.u32 %r8, %r3, 100000, %r8;
+	shl.b32 %r9, %r3, 21;
+	add.u32 %r9, %r9, %r7;
+	mov.b32 %r10, 0;
+$again:
+	tcgen05.st.sync.aligned.32x32b.x1.b32 [%r9], {{%r8}};
+	add.u32 %r8, %r8, 1;
+	add.u32 %r9, %r9, 1;
+	add.u32 %r10, %r10, 1;
+	setp.lt.u32 %p4, %r10, {columns};
+	@%p4 bra $again;
+	tcgen05.wait::st.sync.aligned;
+"""
+    )
+    return kernel("sm_100a", "u64 d", body + dump(columns) + free())
+
+
 def split(shape: str) -> str:
     """Operand with the distance of the two halves of 16x32bx2, in columns."""
     return f"{SPLIT}, " if shape == "16x32bx2" else ""
@@ -401,9 +427,13 @@ $issued:
     return kernel("sm_100a", "u64 map, u64 x", body).replace(".param .u64 map", ".param .align 64 .b8 map[128]")
 
 
-def bulk_store(wait: bool) -> str:
-    """Shared memory is filled with 7, stored by a bulk copy, and (after the wait, if there is one) overwritten with 9."""
-    waited = "\tcp.async.bulk.wait_group.read 0;\n" if wait else ""
+def bulk_store(omit: str = "", times: int = 1, open_groups: int = 0) -> str:
+    """Shared memory is filled with 7, stored by bulk copies in `times` pieces, and overwritten with 9 when all but `open_groups` are read.
+
+    `omit` leaves out "wait" or "commit".
+    """
+    committed = "" if omit == "commit" else "\tcp.async.bulk.commit_group;\n"
+    waited = "" if omit == "wait" else f"\tcp.async.bulk.wait_group.read {open_groups};\n"
     body = (
         START
         + f"""	mov.b32 %r10, 7;
@@ -416,9 +446,14 @@ def bulk_store(wait: bool) -> str:
 	@%p1 bra $stored;
 	ld.param.u64 %rd1, [d];
 	cvta.to.global.u64 %rd1, %rd1;
-	cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r2], 512;
-	cp.async.bulk.commit_group;
-{waited}$stored:
+	mov.b32 %r12, 0;
+$again:
+	cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r2], {512 // times};
+	add.u64 %rd1, %rd1, {512 // times};
+	add.u32 %r12, %r12, 1;
+	setp.lt.u32 %p2, %r12, {times};
+	@%p2 bra $again;
+{committed}{waited}$stored:
 	bar.sync 0;
 	mov.b32 %r10, 9;
 	st.shared.b32 [%r11], %r10;
@@ -530,5 +565,5 @@ ALL = {
     "tensor load": tensor_load(8192),
     "tensor load pair": tensor_load(8192, pair=True),
     "tensor store": tensor_store(8192),
-    "bulk store": bulk_store(True),
+    "bulk store": bulk_store(),
 }

@@ -1,14 +1,18 @@
 """Rewritten kernels without a GPU: ``tests/machine`` runs them on the CPU, with the emulation's own device functions as what they call.
 
 Threads take turns in an order that a seed draws, and memory is sequentially consistent: this shows what a rewritten kernel computes, and
-that its accesses lie in its buffers and its waits are there, not that its fences suffice.
+that its accesses lie in its buffers and its waits are there. With :data:`RACES` the machine also checks what happens before what, in the
+kernel and in the emulation's functions: a missing fence, or a barrier of the warp where memory must be ordered, is a data race.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import re
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +27,12 @@ from megamoe.emulation.faults import RECORD, read_fault
 HOST = Path(__file__).parent / "host"
 SMS = 160
 """That the emulation keeps tensor memory for."""
+RACES = False
+"""Whether data races are faults. A process decides before its first launch: the functions are another library then."""
+CHANGES: list[tuple[str, str, str]] = []
+"""Faults to plant in that library: file of the device functions, text, what takes its place."""
+_PARTS = ("tmem_cells", "tmem_scratch", "tmem_taken", "tmem_owner", "ctas", "queued", "megamoe_fault")
+_OWN_PARTS = 2
 _ALIGNMENT = 256
 
 
@@ -32,14 +42,33 @@ def functions():
     if machine.compiler() is None:
         return None
     machine.runtime()  # it has what they call
-    sources = [*sorted(HOST.iterdir()), *sorted(DEVICE_SOURCES.iterdir()), *sorted(machine.HOST.glob("*.h"))]
-    flags = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-Wl,-Bsymbolic", f"-I{DEVICE_SOURCES}", f"-I{HOST}")
+    content = [path.read_bytes() for path in (*sorted(HOST.iterdir()), *_device_sources(), *sorted(machine.HOST.glob("*.h")))]
+    flags = ("-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-Wl,-Bsymbolic", f"-I{_device_sources()[0].parent}", f"-I{HOST}")
     try:
-        return machine.kept("emulation", [path.read_bytes() for path in sources], [HOST / "functions.cpp"], *flags)
+        # Without libraries, because the one of -fsanitize=thread would take the calls that are ours.
+        told = ("-O1", "-fsanitize=thread", "--param", "tsan-distinguish-volatile=1", "-nostdlib") if RACES else ("-O2",)
+        return machine.kept("emulation", content, [HOST / "functions.cpp"], *flags, *told)
     except AssertionError as error:
         if "_Float16" in str(error):
             return None
         raise
+
+
+@functools.cache
+def _device_sources():
+    """The files, with the faults that are to be planted."""
+    files = sorted(DEVICE_SOURCES.iterdir())
+    if not CHANGES:
+        return files
+    folder = Path(tempfile.mkdtemp(prefix="megamoe-planted-"))
+    atexit.register(shutil.rmtree, folder)
+    for path in files:
+        text = path.read_text()
+        for name, old, new in CHANGES:
+            assert name != path.name or text.count(old) == 1, (name, old, text.count(old))
+            text = text.replace(old, new) if name == path.name else text
+        (folder / path.name).write_text(text)
+    return sorted(folder.iterdir())
 
 
 @functools.cache
@@ -67,13 +96,15 @@ def launch(rewritten, given, buffers, order=0):
         MachineFault: it did what no device allows, or never ends.
     """
     functions().emulation_start(ctypes.c_uint32(rewritten.seed))
-    memory = (ctypes.c_uint64 * 4)()
+    memory = (ctypes.c_uint64 * (2 * len(_PARTS)))()
     functions().emulation_memory(memory)
+    parts = dict(zip(_PARTS, zip(memory[::2], memory[1::2], strict=True), strict=True))
+    known = list(parts.values()) if RACES else list(parts.values())[:_OWN_PARTS]
     try:
-        return machine.run([replace(given, sms=SMS)], [*buffers, (memory[0], memory[1]), (memory[2], memory[3])], seed=order)
+        return machine.run([replace(given, sms=SMS)], [*buffers, *known], seed=order, order=machine.Order(parts) if RACES else None)
     finally:
         record = ctypes.create_string_buffer(RECORD.size)
-        functions().emulation_fault(record)
+        functions().emulation_end(record)
         fault = read_fault(record.raw, rewritten)
         if fault:
             raise fault
@@ -141,5 +172,5 @@ def run(ptx, *arguments, grid=1, block=128, shared=0, options=None, buffers=()):
         params[offset : offset + size] = data
     cluster = (int(found[1]), 1, 1) if (found := re.search(r"\.reqnctapercluster (\d+)", ptx)) else (1, 1, 1)
     given = built.launch(bytes(params), (grid, 1, 1), block, cluster, shared)
-    launch(rewritten, given, [*buffers, *((output.ctypes.data, output.nbytes) for output in outputs)])
+    launch(rewritten, given, [*buffers, *((output.ctypes.data, output.nbytes) for output in outputs)], order=rewritten.seed)
     return outputs

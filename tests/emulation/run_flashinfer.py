@@ -2,9 +2,9 @@
 
     python run_flashinfer.py WHERE[:SEED] FOLDER VARIANT [normal | large]
 
-WHERE is "gpu" (a Hopper GPU), "machine" (tests/machine runs the rewritten kernels on the CPU) or "assemble" (rewrite and assemble, launch
-nothing). SEED, when given, is that of delayed mode. FOLDER is flashinfer/moe_ep/kernel_src of the
-flashinfer-python wheel. Prints one JSON document on the last line.
+WHERE is "gpu" (a Hopper GPU), "machine" (tests/machine runs the rewritten kernels on the CPU), "races" (the same, and data races are
+faults) or "assemble" (rewrite and assemble, launch nothing). SEED, when given, is that of delayed mode. FOLDER is
+flashinfer/moe_ep/kernel_src of the flashinfer-python wheel. Prints one JSON document on the last line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from tests.emulation import on_machine  # noqa: E402
 from tests.emulation.model_flashinfer import Layer, blocked, compare  # noqa: E402
 
 from megamoe import emulation  # noqa: E402
-from megamoe.emulation.assemble import link, tool  # noqa: E402
+from megamoe.emulation.assemble import build  # noqa: E402
 
 LIMIT_MS = 20_000
 SMALL = {"tokens": 24, "experts": 4, "hidden": 512, "inter": 256}
@@ -178,32 +177,33 @@ def arguments_of(variant, layer, kernel, device):
 
 
 def resources(module):
-    """Of every kernel of a rewritten module: threads of a CTA, and what ptxas says it needs."""
+    """Of every kernel of a rewritten module: threads of a CTA, registers with what it calls, and the bytes that it spills itself."""
     with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "module.ptx"
-        source.write_text(link(module))
-        command = [str(tool("ptxas")), "-arch=sm_90a", "-v", str(source), "-o", str(Path(scratch) / "module.cubin")]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        _, told = build(module, Path(scratch))
     threads = dict(re.findall(r"\.entry (\w+)\([^{]*?\.(?:reqntid|maxntid) (\d+)", module.text))
-    usage = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", told, re.DOTALL)
-    return [{"threads": int(threads[name]), "spilled": int(spilled), "registers": int(count)} for name, spilled, count in usage]
+    spilled = dict(re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores", told, re.DOTALL))
+    registers = dict(re.findall(r"nvlink info\s*: Function properties for '(\w+)':.*?used (\d+) registers", told, re.DOTALL))
+    assert set(registers) == set(spilled) == set(threads), told
+    return [{"threads": int(threads[k]), "spilled": int(spilled[k]), "registers": int(registers[k])} for k in threads]
 
 
 def main():
     where, folder, name = sys.argv[1:4]
     where, _, seed = where.partition(":")
+    on_machine.RACES = where == "races"
+    on_cpu = where in ("machine", "races")
     variant = VARIANTS[name]
-    layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if where == "machine" else LARGE if sys.argv[4:] == ["large"] else {}))
+    layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if on_cpu else LARGE if sys.argv[4:] == ["large"] else {}))
     with emulation.emulate(
         variant.arch, emulation.Options(seed=int(seed) if seed else None, loads_wait=False, limit_ms=LIMIT_MS)
     ) as emulated:
         sys.path.insert(0, str(Path(folder) / TREES[variant.arch] / "src"))
         import cutlass.cute as cute
 
-        kernel, clusters = kernel_of(variant, layer, 4 if where == "machine" else 132)
+        kernel, clusters = kernel_of(variant, layer, 4 if on_cpu else 132)
         arguments, out, kept = arguments_of(variant, layer, kernel, "cuda" if where == "gpu" else "cpu")
         machine = on_machine.Captured(lambda: emulated.modules[-1], lambda: kept.values())
-        if where == "machine":
+        if on_cpu:
             machine.hook()
         rewriting, rewrite = [], emulated.compiled
 

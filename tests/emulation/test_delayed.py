@@ -38,6 +38,32 @@ def test_a_right_kernel_that_elects_no_thread_stays_right(emulated):
     assert all(multiply(emulated, seed, elected=False) for seed in SEEDS[:3])
 
 
+def by_four_warps(emulated, seed):
+    """Whether four warps that issue at the same time, each for 64 columns of its own, get what one gets."""
+    text = kernels.mma("f16", 256, 4)
+    for old, new in (
+        ("setp.ne.u32 %p4, %r3, 0;", "setp.gt.u32 %p4, %r3, 3;"),
+        ("mov.b32 %r6, 1;", "mov.b32 %r6, 4;"),
+        ("add.u32 %r50, %r7, 256;", "mad.lo.u32 %r70, %r3, 64, %r7;"),
+        ("[%r7], %rd10", "[%r70], %rd10"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    rng = np.random.default_rng(2)
+    a, b = model.random_codes(rng, (128, 64), "f16"), model.random_codes(rng, (64, 64), "f16")
+    images = [model.k_major_image(model.slab_bytes(x, model.F16, 16), 128) for x in (a, b)]
+    idesc = 1 << 4 | 64 >> 3 << 17 | 128 >> 4 << 24
+    sizes, descriptors = [image.nbytes for image, _, _ in images], [ctypes.c_uint64(word) for _, word, _ in images]
+    arguments = (images[0][0], images[1][0], np.zeros(1024, np.uint8), np.zeros((128, 256), np.float32), *sizes, *descriptors, 2, 2, idesc)
+    options = Options(seed=seed, limit_ms=2000)
+    out = emulated(text, *arguments, shared=kernels.OPERANDS + sum(sizes) + 1024, options=options)[3]
+    return np.array_equal(out, np.tile(model.values(a, "f16") @ model.values(b, "f16").T, 4))
+
+
+def test_four_warps_that_issue(emulated):
+    assert all(by_four_warps(emulated, seed) for seed in SEEDS[:5])
+
+
 @pytest.mark.parametrize("omitted", ["wait", "wait::ld"])
 def test_a_missing_wait_is_found(emulated, omitted):
     assert not all(multiply(emulated, seed, omit=(omitted,)) for seed in SEEDS)
@@ -70,6 +96,12 @@ def test_wait_for_stores(emulated, waits):
     assert np.array_equal(out, expected) == waits
 
 
+def test_one_instruction_that_stores_several_times_before_the_wait(emulated):
+    (out,) = emulated(kernels.st_in_a_loop(8), np.zeros((128, 8), np.uint32), shared=1024, options=Options(seed=1))
+    lanes = np.arange(128)
+    np.testing.assert_array_equal(out, (lanes % 32 * 1000 + lanes // 32 * 100000)[:, None] + np.arange(8))
+
+
 def test_stores_of_code_that_relies_on_the_order_of_its_accesses(emulated):
     kernel = kernels.ld_st("32x32b", 8, 8, wait_store=False)
     (out,) = emulated(kernel, np.zeros((128, 8), np.uint32), shared=1024, options=Options(seed=1, loads_wait=False))
@@ -77,7 +109,18 @@ def test_stores_of_code_that_relies_on_the_order_of_its_accesses(emulated):
     np.testing.assert_array_equal(out, (lanes % 32 * 1000 + lanes // 32 * 100000)[:, None] + np.arange(8))
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_wait_for_bulk_stores(emulated, waits):
-    (out,) = emulated(kernels.bulk_store(waits), np.zeros(128, np.uint32), shared=1024, options=Options(seed=1))
-    assert (out == (7 if waits else 9)).all()
+def bulk_stored(emulated, **how):
+    (out,) = emulated(kernels.bulk_store(**how), np.zeros(128, np.uint32), shared=1024, options=Options(seed=1))
+    return set(out.tolist())
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_bulk_stores(emulated, times):
+    """Also when one instruction stores several times before the wait."""
+    assert bulk_stored(emulated, times=times) == {7}
+
+
+@pytest.mark.parametrize("how", [{"omit": "wait"}, {"omit": "commit"}, {"open_groups": 1}])
+def test_a_missing_wait_or_commit_of_bulk_stores_is_found(emulated, how):
+    """And a wait that leaves the last group open."""
+    assert bulk_stored(emulated, **how) == {9}

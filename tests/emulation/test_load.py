@@ -47,7 +47,9 @@ def run(body, tmp_path):
     """Lines of JSON that the script prints."""
     script = tmp_path / "script.py"  # CuTe DSL reads the source of its kernels
     script.write_text(PRELUDE + textwrap.dedent(body))
-    environment = {"MEGAMOE_CACHE_DIR": str(tmp_path), "PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    cache = tmp_path.parent / "emulation-cache"  # of all tests of the session: what is built is the same
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(("CUTE_DSL_", "MEGAMOE_"))}
+    environment = {**settings, "MEGAMOE_CACHE_DIR": str(cache), "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", "["))]
@@ -74,6 +76,72 @@ def test_the_host_code_is_given_rewritten_code(toolkit, tmp_path, tvm_ffi):
     assert found["asked"], "the host code did not ask for its machine code"
     assert set(found["asked"]) == {found["code"]}, "not the rewritten code"
     assert found["error"] == "None"
+    assert not list(tmp_path.glob("megamoe-emulation-*")), "the process has left its folder"
+
+
+RECORDS = """
+from megamoe.emulation.faults import RECORD
+
+class Device:
+    \"\"\"One library with a fault record, and a device that is always ready.\"\"\"
+
+    def __init__(self, code):
+        self.record = ctypes.create_string_buffer(RECORD.pack(1, code, 0, 0, 64, 0), RECORD.size)
+        self.unloaded = []
+
+    def _cudaDeviceSynchronize(self):
+        return 0
+
+    def _cudaLibraryGetGlobal(self, address, size, library, name):
+        assert name == b"megamoe_fault" and library.value == 4711
+        address._obj.value, size._obj.value = ctypes.addressof(self.record), RECORD.size
+        return 0
+
+    def _cudaMemcpy(self, to, source, size, kind):
+        ctypes.memmove(to, source, size)
+        return 0
+
+    def cuda_dialect_unload_library_once(self, state):
+        self.unloaded.append(state.value)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_a_dropped_function_did_wrong_is_known(toolkit, tmp_path, code):
+    """Its library is unloaded with it, so the record is read before."""
+    body = f"""
+    with emulation.emulate("sm100") as emulated:
+        import cuda.bindings.runtime as cuda
+        from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitModule
+
+        functions("tcgen05.fence::before_thread_sync;", False)
+        load._runtime = lambda device=Device({code}): device
+        emulated._loaded.append((4711, emulated.modules[0]))
+        module = CudaDialectJitModule(None, None, None, [cuda.cudaLibrary_t(4711)])
+        del module
+        told = [len(emulated._loaded)]
+        for _ in range(2):
+            try:
+                emulated.check()
+                told.append("")
+            except emulation.EmulationFault as fault:
+                told.append(fault.code)
+    print(json.dumps(told))
+    """
+    (told,) = run(textwrap.dedent(RECORDS) + textwrap.dedent(body), tmp_path)
+    assert told == [0, "timeout" if code else "", ""]
+
+
+def test_functions_for_tvm_ffi_say_when_they_unload(toolkit, tmp_path):
+    """CuTe DSL drops the code of its first engine when it makes the one that TVM-FFI calls."""
+    body = """
+    with emulation.emulate("sm100") as emulated:
+        load._runtime = lambda device=Device(0): device
+        functions("tcgen05.fence::before_thread_sync;", True)
+        print(json.dumps(len(load._runtime().unloaded) * [True]))
+    """
+    (told,) = run(textwrap.dedent(RECORDS) + textwrap.dedent(body), tmp_path)
+    assert told == [True]
 
 
 def test_what_cannot_be_emulated_raises_when_it_is_compiled(toolkit, tmp_path):

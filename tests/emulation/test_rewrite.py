@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from megamoe.emulation import Options, assemble, rewrite
-from megamoe.emulation.assemble import tool
+from megamoe.emulation.assemble import _registers, kept, tool
 from megamoe.emulation.ptx import Kind, parse
 from megamoe.emulation.regions import find_regions
 from megamoe.emulation.table import FORMS, find
@@ -31,11 +32,9 @@ def test_the_test_kernels_are_legal_on_their_own_architecture(toolkit, tmp_path,
     subprocess.run([str(tool("ptxas")), f"-arch={target}", str(source), "-o", str(tmp_path / "kernel.cubin")], check=True)
 
 
-@pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("name", kernels.ALL)
+# Nothing in a conversion can be delayed.
+@pytest.mark.parametrize(("name", "seed"), [(n, s) for n in kernels.ALL for s in (None, 1) if not (s and n.startswith("convert"))])
 def test_every_kernel_is_rewritten_and_assembled(toolkit, cache, name, seed):
-    if seed and name.startswith("convert"):
-        pytest.skip("nothing in a conversion can be delayed")
     rewritten = rewrite(kernels.ALL[name], Options(seed=seed))
     assert rewritten.forms or name == "bulk store"  # which is delayed, not replaced
     assert assemble(rewritten).startswith(b"\x7fELF")
@@ -43,7 +42,7 @@ def test_every_kernel_is_rewritten_and_assembled(toolkit, cache, name, seed):
 
 def test_every_form_of_the_table_is_in_a_kernel_and_has_its_test():
     used = {form for text in kernels.ALL.values() for form in rewrite(text).forms}
-    used |= set(rewrite(kernel("setmaxnreg.dec.sync.aligned.u32 40;")).forms)
+    used |= set(rewrite(kernel("setmaxnreg.dec.sync.aligned.u32 40;\n\tgriddepcontrol.launch_dependents;")).forms)
     assert used == {form.name for form in FORMS}
     for form in FORMS:
         assert (Path(__file__).parent / form.test).exists(), form.name
@@ -89,6 +88,54 @@ def test_what_ptxas_refuses_is_refused_with_its_line(toolkit, cache):
     with pytest.raises(UnsupportedInstruction) as raised:
         assemble(rewrite(text))
     assert "sync_restrict::nothing" in text.splitlines()[raised.value.line - 1]
+
+
+def dynamic_shared(code: bytes) -> tuple[int, int]:
+    """Size and alignment of a kernel's static shared memory, behind which the dynamic one lies, out of its ELF image."""
+    at, size, count, names = int.from_bytes(code[40:48], "little"), *(int.from_bytes(code[i : i + 2], "little") for i in (58, 60, 62))
+    headers = [struct.unpack_from("<IIQQQQIIQQ", code, at + size * i) for i in range(count)]
+    strings = headers[names][4]
+    found = [h for h in headers if code[strings + h[0] :].startswith(b".nv.shared.kernel\0")]
+    return found[0][5], found[0][8]
+
+
+def test_dynamic_shared_memory_is_aligned_behind_static_one(toolkit, cache):
+    """The linker would put it right behind."""
+    static = kernel("mov.u32 %r1, own;").replace(".extern .shared", ".shared .align 8 .b8 own[40];\n.extern .shared")
+    for text in (static, static.replace("\tret;", "\ttcgen05.fence::before_thread_sync;\n\tret;")):
+        size, alignment = dynamic_shared(assemble(rewrite(text)))
+        assert alignment == 1024
+        assert size % 1024 == 0
+
+
+@pytest.mark.parametrize(
+    ("directives", "registers"),
+    [
+        (".reqntid 384, 1, 1", 128),
+        (".maxntid 512", 128),
+        (".maxntid 32, 32", 64),
+        (".reqntid 256, 1, 1\n.minnctapersm 3", 64),
+        ("", 64),
+    ],
+)
+def test_device_functions_leave_every_kernel_its_threads(directives, registers):
+    assert _registers(kernels.kernel("sm_100a", "u64 d", "", directives)) == registers
+
+
+def test_a_damaged_file_in_the_cache_is_built_again(toolkit, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path))
+    built = []
+
+    def build(folder):
+        built.append(folder)
+        return b"code"
+
+    for damage in (lambda path: None, lambda path: path.write_bytes(b"cod"), lambda path: path.unlink()):
+        assert kept("f" * 64, {"name": "test"}, build) == b"code"
+        damage(tmp_path / "emulation" / f"{'f' * 64}.o")
+    assert kept("f" * 64, {"name": "test"}, build) == b"code"
+    assert len(built) == 3
+    assert not any(folder.exists() for folder in built)
 
 
 def test_instructions_of_sm_90a_stay():

@@ -14,14 +14,21 @@ void emulation_start(u32 seed) {
   memset(ctas, 0, sizeof ctas);
   memset(tmem_taken, 0, sizeof tmem_taken);
   memset(tmem_owner, 0, sizeof tmem_owner);
+  memset(warps, 0, sizeof warps);
   megamoe_fault = Fault();
   megamoe_seed = seed;
+  strict_masks = false;  // lanes that poll a barrier go on together, as many as there are
 }
 
-void emulation_fault(void *record) { memcpy(record, &megamoe_fault, sizeof megamoe_fault); }
+// After it.
+void emulation_end(void *record) {
+  memcpy(record, &megamoe_fault, sizeof megamoe_fault);
+  strict_masks = true;
+}
 
-// Tensor memory as kernels see it: address and bytes of its cells, then of where refused accesses go.
+// Address and bytes of each part of the emulation's state. Kernels touch the first two themselves: tensor memory, and where refused accesses go.
 void emulation_memory(u64 *out) {
-  out[0] = (u64)tmem_cells, out[1] = sizeof tmem_cells, out[2] = (u64)tmem_scratch, out[3] = sizeof tmem_scratch;
+#define PART(name) *out++ = (u64)&name, *out++ = sizeof name;
+  PART(tmem_cells) PART(tmem_scratch) PART(tmem_taken) PART(tmem_owner) PART(ctas) PART(queued) PART(megamoe_fault)
 }
 }

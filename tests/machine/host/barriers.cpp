@@ -145,6 +145,7 @@ void mbarrier_expect(Thread* t, u64 address, u32 bytes) {
 void mbarrier_complete(Thread* t, u64 address, u32 bytes) {
   Cta* cta;
   char* at = barrier_at(t, address, &cta);
+  order_complete(fiber(t), at, cta);
   change(at, 0, -(s64)bytes, t->line, cta);
 }
 

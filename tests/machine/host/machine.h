@@ -35,6 +35,7 @@ void polled(Thread*, u64 address, u64 seen); /* after a load that may be repeate
 void stored(Thread*);                        /* after a store or an atomic that others may wait for */
 void proxy_fence(Thread*, bool shared, bool global);
 void memory_fence(Thread*, u32 how);
+void access_told(Thread*, u64 address, u32 size, bool write, u32 how); /* for the check of their order: what a function that a kernel calls does next */
 [[noreturn]] void fail(Thread*, const char* what);
 
 /* ---- fibers.cpp ---- */
@@ -51,6 +52,7 @@ u32 redux(Thread*, int operation, u32 value, u32 mask);
 u32 match_any(Thread*, u64 value, u32 mask);
 u8 elect(Thread*, u32 mask, u32* leader);
 void warp_sync(Thread*, u32 mask);
+extern bool strict_masks; /* lanes may not meet while others wait for them with another mask; hardware lets them, if all are missing there */
 void ldmatrix(Thread*, u64 address, int count, bool transposed, u32* out);
 void stmatrix(Thread*, u64 address, int count, bool transposed, const u32* in);
 

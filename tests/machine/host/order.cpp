@@ -3,7 +3,7 @@
 Actors are threads and, for what copies do on their own, one each for: the copies that complete on an mbarrier (a phase is a time), a
 thread's cp.async, the writes and the reads of its bulk stores. An actor's clock says up to which time of every other actor all has happened
 before. A thread's time goes on whenever others may learn of what it did: the PTX model's release patterns. Acquire patterns learn. Both must
-have scopes that reach the other; a CTA is reached by cta, a GPU by gpu, other GPUs by sys. What reaches a word stays with it over atomics and
+have scopes that reach the other; a CTA is reached by cta, its cluster by cluster, a GPU by gpu, other GPUs by sys. What reaches a word stays with it over atomics and
 ends with other stores. The access itself checks all that may conflict with it: two to the same bytes, one of them a write, not both of them
 strong with scopes that reach, and neither before the other. It is no race
 
@@ -39,10 +39,11 @@ static u32 new_actor(u32 gpu, u32 cta, u32 thread, const char* what) {
 }
 
 /* The least scope with which one reaches the other. */
-static u32 distance(const Actor& a, u32 who) {
-  const Place& p = M->order->places[who];
-  return p.gpu != a.gpu ? SCOPE_SYS : p.cta != a.cta ? SCOPE_GPU : SCOPE_CTA;
+static u32 distance(u32 gpu, u32 cta, const Place& p) {
+  const auto& clusters = M->order->clusters;
+  return p.gpu != gpu ? SCOPE_SYS : p.cta == cta ? SCOPE_CTA : clusters[p.cta] == clusters[cta] ? SCOPE_CLUSTER : SCOPE_GPU;
 }
+static u32 distance(const Actor& a, u32 who) { return distance(a.gpu, a.cta, M->order->places[who]); }
 
 static bool knows(const Actor& a, u32 who, u32 time) { return who == a.who || who == a.strong || at(a.clock, who) >= time; }
 
@@ -83,6 +84,7 @@ static void learn(Actor& a, const Releases& all, u32 scope, bool acquires = true
   scope &= 7;
   for (const Release& r : all.list)
     if (wanted(r)) learn(a, r);
+    else if ((r.who == a.who || r.who == a.strong) && (acquires || !r.known)) reach(own(a), r.who, r.time); /* which the others learn */
   l.after = a.clock;
 }
 
@@ -153,9 +155,8 @@ static bool is_loose(u64 address) {
 }
 
 static bool reaches(const Access& x, const Access& y) {
-  const Place &a = M->order->places[x.who], &b = M->order->places[y.who];
-  const u32 needed = a.gpu != b.gpu ? SCOPE_SYS : a.cta != b.cta ? SCOPE_GPU : SCOPE_CTA;
-  return std::min(x.scope, y.scope) >= needed;
+  const Place& a = M->order->places[x.who];
+  return std::min(x.scope, y.scope) >= distance(a.gpu, a.cta, M->order->places[y.who]);
 }
 
 /* Whether an earlier access is to be forgotten for one of `a`, or of a copy that it issues. `hidden`: what is read is poison. */
@@ -261,7 +262,7 @@ void* order_access(Fiber* t, void* to, u32 size, bool write, u32 how, Cta* share
         const u32 both = std::min(r.scope, scope);
         auto same = std::find_if(a.seen.begin(), a.seen.end(), [&](auto& s) { return s.who == r.who && s.scope == both; });
         if (same == a.seen.end()) a.seen.push_back({r.who, r.time, r.known, both});
-        else *same = {r.who, r.time, r.known, both};
+        else if (same->time < r.time) *same = {r.who, r.time, r.known, both}; /* another word may still hold an older one */
       }
     }
   }
@@ -284,6 +285,13 @@ void* order_access(Fiber* t, void* to, u32 size, bool write, u32 how, Cta* share
   if (alone) add(here, {a.strong, a.stores, nullptr, scope});
   else add(here, release(a, scope));
   return to;
+}
+
+void access_told(Thread* thread, u64 address, u32 size, bool write, u32 how) {
+  Fiber* t = fiber(thread);
+  if (!t->actor || !buffer_of(address, size)) return;
+  pause_sometimes(t);
+  order_access(t, (void*)address, size, write, how, nullptr);
 }
 
 void memory_fence(Thread* thread, u32 how) {
@@ -405,6 +413,13 @@ void order_arrive(Fiber* t, char* barrier, Cta* cta) {
   check_init(t, p, barrier, cta);
   add(p.arrived, release(*t->actor, SCOPE_SYS));
 }
+void order_complete(Fiber* t, char* barrier, Cta* cta) {
+  if (!t->actor) return;
+  Phase& p = phase_of(barrier, cta);
+  check_init(t, p, barrier, cta);
+  for (u32 s = SCOPE_CTA; s <= SCOPE_SYS; s++)
+    if (t->actor->fences[s].who) add(p.arrived, t->actor->fences[s]);
+}
 void order_flip(char* barrier, Cta* cta) {
   if (!M->order) return;
   Phase& p = phase_of(barrier, cta);
@@ -441,6 +456,8 @@ void order_begin(Launch* launch) {
   for (auto& cta : launch->ctas) {
     auto& actors = o.actors[{gpu, cta->index}];
     const u32 id = o.ctas.emplace(std::make_pair(gpu, cta->index), o.ctas.size()).first->second;
+    if (o.clusters.size() <= id) o.clusters.resize(id + 1);
+    o.clusters[id] = (u64)gpu << 32 | cta->cluster->ctas[0]->index;
     for (auto& t : cta->fibers) {
       if (actors.size() <= t->tid) {
         actors.push_back(std::make_unique<Actor>());

@@ -58,6 +58,7 @@ struct Order {
   std::vector<Place> places{{}};
   std::map<std::pair<u32, u32>, std::vector<std::unique_ptr<Actor>>> actors; /* by GPU and CTA */
   std::map<std::pair<u32, u32>, u32> ctas;
+  std::vector<u64> clusters;                     /* by CTA: the same for CTAs of a cluster of the running launch */
   std::map<std::pair<u32, u64>, Phase> barriers; /* by CTA and address in its shared memory */
   std::vector<Clock> ended;                      /* by GPU: what its launches have done and known */
   std::map<u64, std::vector<Cell>> cells;        /* of kept buffers */

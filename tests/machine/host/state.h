@@ -202,6 +202,7 @@ void order_release(Fiber*, Releases&);
 void order_acquire(Fiber*, const Releases&);
 void order_init(Fiber*, char* barrier, Cta*);
 void order_arrive(Fiber*, char* barrier, Cta*);
+void order_complete(Fiber*, char* barrier, Cta*); /* relaxed: what it releases is what fences before it do */
 void order_flip(char* barrier, Cta*);
 void order_waited(Fiber*, char* barrier, Cta*);
 /* Order between the proxies; addresses are of this process. A warp's number counts from that of all launches' first one. */

@@ -2,6 +2,8 @@
 #include <string.h>
 #include "state.h"
 
+bool strict_masks = true;
+
 /* Wait until all lanes of the mask are at this instruction; of all those there are, bar.warp.sync alone orders memory. */
 static Meeting* meet(Thread* thread, u32 mask, u64 value, u32 second, bool orders = false) {
   Fiber* t = fiber(thread);
@@ -9,9 +11,12 @@ static Meeting* meet(Thread* thread, u32 mask, u64 value, u32 second, bool order
   auto& open = t->of->meetings[t->warp];
   const bool alone = mask == 1u << t->lane; /* whatever the others wait for */
   Meeting* found = nullptr;
-  for (auto& m : open)
-    if (m->mask == mask && m->arrived != mask) found = m.get();
-    else if (!alone && (m->mask & ~m->arrived) >> t->lane & 1) fail(t, format("lanes %#x wait for this one with another mask at line %d", m->arrived, m->line));
+  for (auto& m : open) {
+    const u32 missing = m->mask & ~m->arrived;
+    if (m->mask == mask && missing) found = m.get();
+    else if (missing >> t->lane & 1 && !alone && (strict_masks || mask & ~missing))
+      fail(t, format("lanes %#x wait for this one with another mask at line %d", m->arrived, m->line));
+  }
   if (!found) {
     open.push_back(std::make_unique<Meeting>());
     found = open.back().get();

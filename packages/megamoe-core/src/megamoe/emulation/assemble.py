@@ -1,6 +1,6 @@
 """Building: the device functions once, rewritten modules into machine code for sm_90a; both kept on disk.
 
-``nvcc`` and ``ptxas`` are taken from ``PATH``, else from the ``nvidia-cuda-nvcc`` wheel. Nothing built is shipped.
+``nvcc``, ``ptxas`` and ``nvlink`` are taken from ``PATH``, else from the ``nvidia-cuda-nvcc`` wheel. Nothing built is shipped.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -15,13 +16,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from megamoe import env
 from megamoe.compile.store import Store
-from megamoe.emulation.ptx import Kind, parse
 from megamoe.emulation.rewrite import Rewritten
 from megamoe.errors import EmulationError, UnsupportedInstruction
 from megamoe.log import logger
@@ -36,12 +35,13 @@ _FIX = (
 
 @functools.cache
 def tool(name: str) -> Path:
-    """Where ``nvcc`` or ``ptxas`` is.
+    """Where ``nvcc``, ``ptxas`` or ``nvlink`` is.
 
     Raises:
-        EmulationError: neither on ``PATH`` nor in a wheel.
+        EmulationError: neither on ``PATH`` or beside the ``nvcc`` there, nor in a wheel.
     """
-    found = shutil.which(name)
+    compiler = shutil.which("nvcc")
+    found = shutil.which(name) or (shutil.which(name, path=str(Path(compiler).resolve().parent)) if compiler else None)
     if found:
         return Path(found)
     for wheel in _WHEELS:
@@ -62,75 +62,54 @@ def version(name: str) -> str:
     return next((line.strip() for line in text.splitlines() if "release" in line), text.strip())
 
 
-@dataclass(frozen=True)
-class _Library:
-    """The device functions' PTX, taken apart: what every module needs, and each function with the functions that it calls."""
+# ---- the device functions ----
 
-    version: str
-    common: str
-    functions: dict[str, str]
-    calls: dict[str, frozenset[str]]
-
-    def text(self, wanted: set[str]) -> str:
-        """The part of the library that these functions need, in its order."""
-        needed, work = set(), [name for name in wanted if name in self.functions]
-        while work:
-            name = work.pop()
-            if name not in needed:
-                needed.add(name)
-                work += self.calls[name]
-        return self.common + "".join(text for name, text in self.functions.items() if name in needed)
+_CTA_REGISTERS = 65536
+_REGISTERS, _FEWEST = 128, 64
+"""Of a thread of a device function: so that hardly one spills, and for kernels with so many threads that each has fewer."""
+_NVCC = ("-arch=sm_90a", "-rdc=true", "-O3", "-Werror", "all-warnings", "-ptx")
 
 
 @functools.cache
-def _library() -> _Library:
-    module = parse(_device_ptx())
-    functions: dict[str, str] = {}
-    calls: dict[str, frozenset[str]] = {}
-    inside: set[int] = set()
-    for function in module.functions():
-        members = range(function.header, function.end + 1)
-        inside.update(members)
-        functions[function.name] = "".join(module.statements[i].lead + module.statements[i].text for i in members)
-    for name, text in functions.items():
-        functions[name] = text.replace(".visible .func", ".func", 1)
-        calls[name] = frozenset(_CALL.findall(text)) & functions.keys()
-    common = "".join(
-        s.lead + s.text.replace(".visible .func", ".func")
-        for i, s in enumerate(module.statements)
-        if i not in inside and s.kind is not Kind.LINE
-    )
-    return _Library(module.directive("version"), common, functions, calls)
-
-
-_CALL = re.compile(r"\bcall(?:\.uni)?\s+(?:\([^)]*\)\s*,\s*)?([\w$]+)")
+def _device_digest() -> str:
+    """Of all that the device functions are built from."""
+    digest = hashlib.sha256(repr((version("nvcc"), version("ptxas"), _NVCC)).encode())
+    for source in sorted(DEVICE_SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
 
 
 @functools.cache
 def _device_ptx() -> str:
-    sources = sorted(DEVICE_SOURCES.iterdir())
-    digest = hashlib.sha256(version("nvcc").encode())
-    for source in sources:
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return _cached(digest.hexdigest(), {"name": "emulation device functions", "nvcc": version("nvcc")}, _build_device_functions).decode()
-
-
-def _build_device_functions() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        to = Path(folder) / "emulation.ptx"
-        command = [str(tool("nvcc")), "-arch=sm_90a", "-rdc=true", "-O3", "-ptx", str(DEVICE_SOURCES / "emulation.cu"), "-o", str(to)]
-        run = _run(command)
-        if run.returncode:
-            raise EmulationError(f"nvcc could not build the emulation's device functions: {run.stderr.strip()[-2000:]}", hint=_FIX)
+    def built(folder: Path) -> bytes:
+        to = folder / "emulation.ptx"
+        _succeed([str(tool("nvcc")), *_NVCC, str(DEVICE_SOURCES / "emulation.cu"), "-o", str(to)])
         return to.read_bytes()
 
+    return kept(_device_digest(), {"name": "emulation device functions", "nvcc": version("nvcc")}, built).decode()
 
-def link(rewritten: Rewritten) -> str:
-    """A rewritten module together with the device functions that it calls."""
-    library = _library()
-    functions = library.text(set(_CALL.findall(rewritten.text)))
-    text = re.sub(r"^\.version\s+\S+", f".version {library.version}", rewritten.text, count=1, flags=re.MULTILINE)
-    return re.sub(r"^\.address_size 64", lambda _: f".address_size 64\n{functions}", text, count=1, flags=re.MULTILINE)
+
+def _device_object(registers: int) -> bytes:
+    """The device functions, assembled: what is linked to kernels whose threads have so many registers."""
+
+    def built(folder: Path) -> bytes:
+        source, to = folder / "emulation.ptx", folder / "emulation.o"
+        source.write_text(_device_ptx())
+        _succeed([str(tool("ptxas")), "-c", "-arch=sm_90a", f"-maxrregcount={registers}", str(source), "-o", str(to)])
+        return to.read_bytes()
+
+    digest = hashlib.sha256(f"{_device_digest()} {registers}".encode()).hexdigest()
+    return kept(digest, {"name": f"emulation device functions, {registers} registers", "ptxas": version("ptxas")}, built)
+
+
+# ---- modules ----
+
+_CALL = re.compile(r"\bcall(?:\.uni)?\s+(?:\([^)]*\)\s*,\s*)?([\w$]+)")
+_PROTOTYPE = re.compile(r"^\.visible (\.func\s+(?:\([^)]*\)\s*)?(\w+)\s*\([^)]*\))", re.MULTILINE)
+_DIRECTIVES = re.compile(r"^\.(?:version|target|address_size)\b.*\n", re.MULTILINE)
+_KERNEL = re.compile(r"\.entry\b(.*?)^\{", re.MULTILINE | re.DOTALL)
+_THREADS = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+_STATIC_SHARED = re.compile(r"(?<!\.extern )\.shared\s+\.(?:align|[bsuf]\d)")
 
 
 def assemble(rewritten: Rewritten) -> bytes:
@@ -140,30 +119,59 @@ def assemble(rewritten: Rewritten) -> bytes:
         UnsupportedInstruction: ``ptxas`` refuses a line that the rewriter kept.
         EmulationError: a tool is missing or fails.
     """
-    text = link(rewritten)
-    digest = hashlib.sha256(f"{version('ptxas')}\0{text}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{_device_digest()} {version('nvlink')}\0{rewritten.text}".encode()).hexdigest()
     key = {"name": "emulated module", "target": rewritten.target, "ptxas": version("ptxas")}
-    return _cached(digest, key, lambda: _assemble(rewritten, text))
+    return kept(digest, key, lambda folder: build(rewritten, folder)[0])
 
 
-def _assemble(rewritten: Rewritten, text: str) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        source, to = Path(folder) / "module.ptx", Path(folder) / "module.cubin"
-        source.write_text(text)
-        run = _run([str(tool("ptxas")), "-arch=sm_90a", str(source), "-o", str(to)])
-        if run.returncode == 0:
-            return to.read_bytes()
+def build(rewritten: Rewritten, folder: Path) -> tuple[bytes, str]:
+    """Machine code of a rewritten module, made in an empty folder, and what the tools tell of its registers and stacks.
+
+    Its device functions are assembled apart from it, once for all modules. The linker forgets how dynamic shared memory is aligned, which
+    matters behind static shared memory; modules that have some are assembled together with the functions, which takes seconds.
+
+    Raises:
+        UnsupportedInstruction, EmulationError: see :func:`assemble`.
+    """
+    library, together = _device_ptx(), bool(_STATIC_SHARED.search(rewritten.text))
+    called = set(_CALL.findall(rewritten.text))
+    prototypes = "".join(f".extern {match[1]};\n" for match in _PROTOTYPE.finditer(library) if match[2] in called)
+    version_line = re.compile(r"^\.version\s+\S+", re.MULTILINE)
+    text = version_line.sub(version_line.search(library)[0], rewritten.text, count=1)  # type: ignore[index]
+    functions = _DIRECTIVES.sub("", library) if together else prototypes
+    text = re.sub(r"^\.address_size 64", lambda _: f".address_size 64\n{functions}", text, count=1, flags=re.MULTILINE)
+    source, kernel, rest, to = (folder / name for name in ("module.ptx", "module.o", "emulation.o", "module.cubin"))
+    source.write_text(text)
+    command = [str(tool("ptxas")), "-v", "-arch=sm_90a", str(source), "-o", str(to if together else kernel)]
+    run = _run(command if together else [*command, "-c"])
     refused = re.search(r"line (\d+); error\s*:\s*(.*)", run.stderr)
     if refused:
         # The device functions stand between the directives and the kernel: count from the end.
         line = len(rewritten.lines) - 1 - (text.count("\n") - (int(refused[1]) - 1))
         original = rewritten.lines[line] if 0 <= line < len(rewritten.lines) else 0
         raise UnsupportedInstruction(rewritten.instruction(original), original, f"ptxas for sm_90a says: {refused[2].strip()}")
-    raise EmulationError(f"ptxas refused a rewritten module: {run.stderr.strip()[-2000:]}", hint="report this with the kernel's PTX")
+    told = _succeeded(run)
+    if not together:
+        rest.write_bytes(_device_object(_registers(rewritten.text)))
+        told += _succeed([str(tool("nvlink")), "-v", "-arch=sm_90a", str(kernel), str(rest), "-o", str(to)])
+    return to.read_bytes(), told
 
 
-def _cached(digest: str, key: Mapping[str, object], build: Callable[[], bytes]) -> bytes:
-    """Bytes from the emulation's cache, or built and kept there. A folder that cannot be written costs time, nothing else."""
+def _registers(text: str) -> int:
+    """How many registers a device function may have in all kernels of a module."""
+    for header in _KERNEL.findall(text):
+        threads, ctas = _THREADS.search(header), re.search(r"\.minnctapersm\s+(\d+)", header)
+        count = math.prod(int(n) for n in threads.groups() if n) if threads else _CTA_REGISTERS
+        if count * int(ctas[1] if ctas else 1) * _REGISTERS > _CTA_REGISTERS:
+            return _FEWEST
+    return _REGISTERS
+
+
+# ---- files and tools ----
+
+
+def kept(digest: str, key: Mapping[str, object], built: Callable[[Path], bytes]) -> bytes:
+    """Bytes from the emulation's cache, or built in an empty folder and kept. A cache that cannot be written costs time, nothing else."""
     store = Store(env.cache_dir() / "emulation")
     with contextlib.ExitStack() as held:
         found = store.read(digest)
@@ -176,10 +184,23 @@ def _cached(digest: str, key: Mapping[str, object], build: Callable[[], bytes]) 
         if found is not None:
             return found[1]
         start = time.perf_counter()
-        data = build()
+        with tempfile.TemporaryDirectory() as folder:
+            data = built(Path(folder))
         with contextlib.suppress(OSError):
             store.save(digest, key, data, time.perf_counter() - start)
         return data
+
+
+def _succeed(command: list[str]) -> str:
+    return _succeeded(_run(command))
+
+
+def _succeeded(run: subprocess.CompletedProcess[str]) -> str:
+    """What a tool says when it was successful."""
+    told = f"{run.stdout}{run.stderr}"
+    if run.returncode:
+        raise EmulationError(f"{Path(run.args[0]).name} failed: {told.strip()[-2000:]}", hint=_FIX)
+    return told
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,8 @@
 """Delayed mode for what has no queue on the device: registers of tcgen05.ld and st, and bulk stores.
 
 A site keeps its operands in registers of its own and a predicate that says whether it is pending. It takes effect at the next wait that the
-same thread runs, wherever that is; until then loaded registers hold NaN and stored bytes have not moved. A missing wait shows every time.
+same thread runs, wherever that is, or when the thread comes to it again; until then loaded registers hold NaN and stored bytes have not
+moved. A bulk store waits for a wait that covers its group, so it needs its commit, too. A missing wait or commit shows every time.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ _ACCESS = re.compile(r"tcgen05\.(?P<what>ld|st)\.sync\.aligned\.(?P<shape>\w+)\.
 
 @dataclass
 class _Site:
-    """One instruction that takes effect later: its predicate, and lines that make it happen."""
+    """One instruction that takes effect later: its predicate, one to work with, and lines that do it; of a bulk store, its group."""
 
     pending: str
-    happen: list[str]
+    other: str
+    lines: list[str] = field(default_factory=list)
+    group: str = ""
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Later:
     loads: list[_Site] = field(default_factory=list)
     stores: list[_Site] = field(default_factory=list)
     bulk: list[_Site] = field(default_factory=list)
+    groups: str = ""  # register with the number of bulk groups that the thread has committed
 
     @staticmethod
     def delays(instruction: Instruction, loads: bool) -> bool:
@@ -47,53 +51,58 @@ class Later:
         access = _ACCESS.fullmatch(instruction.opcode)
         return self._access(instruction, access) if access else self._bulk_store(instruction)
 
+    def _site(self) -> _Site:
+        return _Site(self.names.register("pred"), self.names.register("pred"))
+
     def _access(self, instruction: Instruction, match: re.Match[str]) -> list[str]:
         lines, base, registers = tmem_base(instruction, match["shape"], self.names)
         shadows = [self.names.register("b32") for _ in registers]
-        site, code = _Site(self.names.register("pred"), []), Code(self.names, lines)
+        site, code = self._site(), Code(self.names, lines)
         if match["what"] == "ld":
             code(*tmem_access(instruction, match["shape"], self.names, shadows, base))
             code(*(f"mov.b32 {register}, -1;" for register in registers))
-            site.happen = [f"@{site.pending} mov.b32 {register}, {shadow};" for register, shadow in zip(registers, shadows, strict=True)]
+            site.lines = [f"mov.b32 {register}, {shadow};" for register, shadow in zip(registers, shadows, strict=True)]
             self.loads.append(site)
         else:
             kept = self.names.register("b64")
+            site.lines = tmem_access(instruction, match["shape"], self.names, shadows, kept)
+            code(*self._happen([site]))
             code(f"mov.b64 {kept}, {base};", *(f"mov.b32 {s}, {r};" for r, s in zip(registers, shadows, strict=True)))
-            skipped = Code(self.names)(f"not.pred {(nothing := self.names.register('pred'))}, {site.pending};")
-            skipped.unless(nothing, tmem_access(instruction, match["shape"], self.names, shadows, kept))
-            site.happen = skipped.lines
             self.stores.append(site)
         return code(f"setp.eq.u32 {site.pending}, 0, 0;").lines
 
     def _bulk_store(self, instruction: Instruction) -> list[str]:
-        site, code = _Site(self.names.register("pred"), []), Code(self.names)
-        operands = []
+        self.groups = self.groups or self.names.register("b32")
+        site, moves, operands = self._site(), Code(self.names), []
+        site.group = self.names.register("b32")
         for operand in instruction.operands:
             kept = operand
             for name in dict.fromkeys(re.findall(r"%\w+", operand)):
                 shadow = self.names.register("b64" if name.startswith("%rd") else "b32")
-                code(f"mov.{'b64' if name.startswith('%rd') else 'b32'} {shadow}, {name};")
+                moves(f"mov.{'b64' if name.startswith('%rd') else 'b32'} {shadow}, {name};")
                 kept = re.sub(rf"{re.escape(name)}\b", shadow, kept)
             operands.append(kept)
-        nothing = self.names.register("pred")
         store = Instruction("", instruction.opcode, tuple(operands), instruction.line)
         found = find(store)
         replaced = found[0].replace(store, found[1], self.names) if found else None
         lines = replaced.alone(self.names, store.line) if isinstance(replaced, Collective) else [str(store)]
-        lines = ["fence.proxy.async.shared::cta;", *lines]  # what was written since is what a late store may read
-        later = Code(self.names)(f"not.pred {nothing}, {site.pending};").unless(nothing, lines)
-        site.happen = later.lines
+        site.lines = ["fence.proxy.async.shared::cta;", *lines]  # what was written since is what a late store may read
         self.bulk.append(site)
-        return code(f"setp.eq.u32 {site.pending}, 0, 0;").lines
+        return [*self._happen([site]), *moves.lines, f"mov.b32 {site.group}, {self.groups};", f"setp.eq.u32 {site.pending}, 0, 0;"]
 
     def wait(self, instruction: Instruction) -> list[str] | None:
-        """What a wait brings about before (or instead of) itself; ``None`` for instructions that wait for nothing of these."""
+        """What takes the place of a wait for these or of a commit; ``None`` for other instructions."""
         if instruction.opcode.startswith("tcgen05.wait::ld"):
             return list(self._happen(self.loads))
         if instruction.opcode.startswith("tcgen05.wait::st"):
             return [*self._happen(self.stores), "bar.warp.sync -1;"]
-        if instruction.opcode.startswith("cp.async.bulk.wait_group"):
-            return [*self._happen(self.bulk), "cp.async.bulk.commit_group;", f"{instruction.opcode} 0;"]
+        if instruction.opcode == "cp.async.bulk.commit_group" and self.bulk:
+            return [str(instruction), f"add.u32 {self.groups}, {self.groups}, 1;"]
+        if instruction.opcode.startswith("cp.async.bulk.wait_group") and self.bulk:
+            code = Code(self.names)
+            limit = self.names.register("b32")
+            code(f"sub.s32 {limit}, {self.groups}, {instruction.operands[0]};", *self._happen(self.bulk, limit))
+            return code("cp.async.bulk.commit_group;", f"{instruction.opcode} 0;").lines
         return None
 
     def order(self, instruction: Instruction) -> list[str]:
@@ -108,11 +117,17 @@ class Later:
 
     def begin(self) -> list[str]:
         """Lines at the kernel's start: nothing is pending."""
-        return [f"setp.ne.u32 {site.pending}, 0, 0;" for site in (*self.loads, *self.stores, *self.bulk)]
+        none = [f"setp.ne.u32 {site.pending}, 0, 0;" for site in (*self.loads, *self.stores, *self.bulk)]
+        return [*none, f"mov.b32 {self.groups}, 0;"] if self.bulk else none
 
-    def _happen(self, sites: list[_Site]) -> Iterator[str]:
+    def _happen(self, sites: list[_Site], limit: str = "") -> Iterator[str]:
+        """Those that are pending take effect, of bulk stores with a limit those in groups before it."""
         for site in sites:
-            yield "{"  # labels of its own: the same lines stand at every wait
-            yield from site.happen
-            yield "}"
-            yield f"setp.ne.u32 {site.pending}, 0, 0;"
+            code = Code(self.names)
+            if limit:
+                code(f"setp.lt.s32 {site.other}, {site.group}, {limit};", f"and.pred {site.other}, {site.other}, {site.pending};")
+                code(f"not.pred {site.other}, {site.other};")
+            else:
+                code(f"not.pred {site.other}, {site.pending};")
+            # In a block, for labels of its own: the same lines stand at every wait.
+            yield from code.unless(site.other, ["{", *site.lines, "}", f"setp.ne.u32 {site.pending}, 0, 0;"]).lines

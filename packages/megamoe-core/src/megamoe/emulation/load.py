@@ -3,12 +3,15 @@
 CuTe DSL is told to compile for Blackwell and to keep its PTX. Each function it compiles is rewritten and assembled at once, so that what
 cannot be emulated raises out of ``cute.compile``. Its host code, whether called by CuTe DSL's own executor or through TVM-FFI, loads its
 machine code by ``_cudaLibraryLoadData`` of the DSL's runtime library; a small library in front of that one asks Python which bytes to load.
+Compiled functions unload their code when they are dropped; what its record says is read before.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import shutil
@@ -21,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megamoe.emulation.assemble import assemble
+from megamoe.emulation.assemble import assemble, kept
 from megamoe.emulation.faults import RECORD, read_fault
 from megamoe.emulation.rewrite import Options, Rewritten, rewrite
 from megamoe.errors import EmulationError
@@ -32,6 +35,7 @@ ARCHS = {"sm100": "sm_100a", "sm103": "sm_103a", "sm120": "sm_120a"}
 
 _SHIM = Path(__file__).parent / "device" / "shim.c"
 _LOAD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_UNLOAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @dataclass
@@ -83,27 +87,40 @@ class Emulation:
                 if rewritten.seed:
                     _write_global(handle, b"megamoe_seed", rewritten.seed.to_bytes(4, "little"))
         except Exception as error:  # noqa: BLE001 cannot pass through host code; check() raises it
-            self._error = error
+            self._error = self._error or error
             logger().error("emulation: %s", error)
             return 1
         return status
 
+    def unloading(self, handle: int) -> None:
+        """Called before a library is unloaded: look at its record while it is there. :meth:`check` raises what it says."""
+        mine = [entry for entry in self._loaded if entry[0] == handle]
+        try:
+            self._look(mine)
+        except Exception as error:  # noqa: BLE001 cannot pass through host code and destructors
+            self._error = self._error or error
+        self._loaded = [entry for entry in self._loaded if entry not in mine]
+
     def check(self) -> None:
-        """Wait for the device and raise what went wrong in emulated kernels since the emulation began.
+        """Wait for the device and raise what went wrong in emulated kernels since the last check.
 
         Raises:
             EmulationFault: a kernel did what the real architecture forbids, or waited past its deadline.
-            EmulationError: code could not be loaded.
+            EmulationError: code could not be loaded, or the device is in error.
         """
-        if self._error is not None:
-            raise self._error
-        if not self._loaded:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self._look(self._loaded)
+
+    def _look(self, loaded: list[tuple[int, Rewritten]]) -> None:
+        """Wait for the device and raise the fault in the first of these records that has one."""
+        if not loaded:
             return
-        runtime = _runtime()
-        status = runtime._cudaDeviceSynchronize()
+        status = _runtime()._cudaDeviceSynchronize()
         if status:
             raise EmulationError(f"The device reports CUDA error {status} after emulated kernels.", hint="start a new process")
-        for handle, rewritten in self._loaded:
+        for handle, rewritten in loaded:
             fault = read_fault(_read_global(handle, b"megamoe_fault"), rewritten)
             if fault:
                 _write_global(handle, b"megamoe_fault", bytes(RECORD.size))
@@ -152,7 +169,7 @@ def _prepare(arch: str) -> None:
     """Set CuTe DSL up for this architecture, once."""
     if "cutlass" not in sys.modules:
         os.environ["CUTE_DSL_ARCH"] = arch
-        os.environ.setdefault("CUTE_DSL_DUMP_DIR", tempfile.mkdtemp(prefix="megamoe-emulation-"))
+        os.environ["CUTE_DSL_DUMP_DIR"] = _folder().name
         os.environ["CUTE_DSL_KEEP"] = "ptx,cubin"
         os.environ["CUTE_DSL_DISABLE_FILE_CACHING"] = "1"
         os.environ["CUTE_DSL_LIBS"] = f"{_shim()}{os.pathsep}{_runtime_path()}"
@@ -169,6 +186,7 @@ def _prepare(arch: str) -> None:
 
 def _hook() -> None:
     from cutlass.base_dsl.dsl import BaseDSL
+    from cutlass.base_dsl.jit_executor import register_library_unload_callback
     from cutlass.cutlass_dsl import cuda_jit_executor
     from cutlass.utils.hardware_info import HardwareInfo
 
@@ -198,15 +216,27 @@ def _hook() -> None:
             return int(_runtime()._cudaLibraryLoadData(ctypes.c_void_p(library), ctypes.c_void_p(image), None, None, 0, None, None, 0))
         return emulation.load(library, image)
 
-    callback = _LOAD(load)
-    shim.megamoe_set_loader(callback)
-    compiled_function._megamoe_loader = callback  # as long as the shim has its address
+    def unloading(handle: int) -> None:
+        emulation = current()
+        if emulation is not None:
+            emulation.unloading(handle)
+
+    def unload(library: int) -> None:
+        unloading(ctypes.c_void_p.from_address(library).value or 0)
+        _runtime().cuda_dialect_unload_library_once(ctypes.c_void_p(library))
+
+    register_library_unload_callback(unloading)
+    hooks = _LOAD(load), _UNLOAD(unload)
+    shim.megamoe_set_hooks(*hooks)
+    compiled_function._megamoe_hooks = hooks  # as long as the shim has their addresses
+    atexit.register(shim.megamoe_set_hooks, None, None)
 
 
 def _most_clusters(cluster_size: int) -> int:
     """How many clusters fit on the device, one CTA on each SM: the DSL asks the driver with a kernel for the emulated architecture."""
-    count = ctypes.c_int()
-    status = _runtime()._cudaDeviceGetAttribute(ctypes.byref(count), ctypes.c_int(_MULTIPROCESSORS), ctypes.c_int(0))
+    device, count = ctypes.c_int(), ctypes.c_int()
+    status = _runtime()._cudaGetDevice(ctypes.byref(device))
+    status = status or _runtime()._cudaDeviceGetAttribute(ctypes.byref(count), ctypes.c_int(_MULTIPROCESSORS), device)
     if status:
         raise EmulationError(f"The device does not say how many multiprocessors it has (CUDA error {status}).", hint="megamoe doctor")
     return max(1, count.value // cluster_size)
@@ -288,22 +318,31 @@ def _runtime_path() -> Path:
     raise EmulationError("libcute_dsl_runtime.so of CuTe DSL was not found.", hint="pip install nvidia-cutlass-dsl")
 
 
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Files of this process: what CuTe DSL dumps, and the library in front of its runtime."""
+    return tempfile.TemporaryDirectory(prefix="megamoe-emulation-")
+
+
+@functools.cache
 def _shim() -> Path:
     """The library in front of the DSL's runtime, built at first use by the host compiler that nvcc needs anyway."""
-    from megamoe import env
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        raise EmulationError("No C compiler (cc, gcc, clang) on PATH; the emulation and nvcc need one.", hint="install gcc")
 
-    folder = env.cache_dir() / "emulation"
-    path = folder / f"shim-{hashlib.sha256(_SHIM.read_bytes()).hexdigest()[:16]}.so"
-    if not path.exists():
-        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-        if not compiler:
-            raise EmulationError("No C compiler (cc, gcc, clang) on PATH; the emulation and nvcc need one.", hint="install gcc")
-        folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
+    def built(folder: Path) -> bytes:
+        to = folder / "shim.so"
         run = subprocess.run(
-            [compiler, "-shared", "-fPIC", "-O1", str(_SHIM), "-o", str(part)], capture_output=True, text=True, check=False
+            [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", str(_SHIM), "-o", str(to)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if run.returncode:
             raise EmulationError(f"{compiler} could not build {_SHIM.name}: {run.stderr.strip()[-1000:]}", hint="install gcc")
-        os.replace(part, path)
+        return to.read_bytes()
+
+    path = Path(_folder().name) / "shim.so"
+    path.write_bytes(kept(hashlib.sha256(_SHIM.read_bytes()).hexdigest(), {"name": "emulation shim", "compiler": compiler}, built))
     return path

@@ -116,6 +116,7 @@ FORMS: tuple[Form, ...] = (
         "test_warp.py",
     ),
     _form("mbarrier waits", r"mbarrier\.(try_wait|test_wait)\..*", by.wait, "test_delayed.py"),
+    _form("griddepcontrol.launch_dependents", r"griddepcontrol\.launch_dependents", by.nothing, "test_rewrite.py"),
     _form("setmaxnreg", r"setmaxnreg\..*", by.nothing, "test_rewrite.py"),
 )
 """Every form that is replaced, most specific first."""

@@ -50,6 +50,7 @@ EMU_FUNCTION bool queue_step(u32 key, u32 mask) {
   state = __shfl_sync(mask, state, leader);
   if (state >= 2) {
     __threadfence();
+    __syncwarp(mask);  // what the leader has acquired is for all
     if (state == 2) operation_run(queue_of(key)[*(volatile u32 *)&cta->head % QUEUE], index, __popc(mask));
     __threadfence();
     __syncwarp(mask);
@@ -63,17 +64,28 @@ EMU_FUNCTION bool queue_step(u32 key, u32 mask) {
   return state != 0;
 }
 
-// One thread; the operation takes effect now or later.
+// One thread; the operation takes effect now or later. Several warps may issue.
 EMU_INLINE void enqueue(const Operation &op, u32 line) {
   u32 key = cta_key(cluster_rank());
   Cta *cta = &ctas[key];
-  while (*(volatile u32 *)&cta->tail - *(volatile u32 *)&cta->head == QUEUE) {
-    queue_step(key, 1u << lane());
+  while (atomicCAS(&cta->adding, 0, 1)) {
     if (expired(cta, line, QUEUE)) return;
+    __nanosleep(100);
   }
-  queue_of(key)[*(volatile u32 *)&cta->tail % QUEUE] = op;
   __threadfence();
-  atomicAdd(&cta->tail, 1);
+  bool room = true;
+  while (room && *(volatile u32 *)&cta->tail - *(volatile u32 *)&cta->head == QUEUE) {
+    queue_step(key, 1u << lane());
+    room = !expired(cta, line, QUEUE);
+  }
+  if (room) {
+    __threadfence();  // after the last operation that was in this place
+    queue_of(key)[*(volatile u32 *)&cta->tail % QUEUE] = op;
+    __threadfence();
+    atomicAdd(&cta->tail, 1);
+  }
+  __threadfence();
+  atomicExch(&cta->adding, 0);
 }
 
 // ---- life of a CTA ----
@@ -86,7 +98,7 @@ EMU_CALL void megamoe_begin(u32 shared_limit, u32 limit_ms, u32 poison, u32 dela
     cta->start = now();
     cta->limit = limit_ms * 1000000ull;
     cta->live = count;
-    cta->relinquished = cta->serial = cta->lock = cta->head = cta->tail = 0;
+    cta->relinquished = cta->serial = cta->adding = cta->lock = cta->head = cta->tail = 0;
     cta->seed = delayed ? megamoe_seed : 0;
     __threadfence();
     atomicExch(&cta->slot, sm() + 1);

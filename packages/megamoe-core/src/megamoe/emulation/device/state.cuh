@@ -36,7 +36,8 @@ struct Cta {
   u32 relinquished;
   u32 seed;                 // 0: operations take effect at once
   u32 serial;               // random numbers drawn
-  u32 lock, head, tail;     // its queue of delayed operations
+  u32 adding;               // held while an operation enters its queue
+  u32 lock, head, tail;     // its queue of delayed operations; the lock is held while one takes effect
 };
 EMU_STATE Cta ctas[CTAS];
 
