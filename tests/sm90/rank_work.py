@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.groups import new_group
 
 from megamoe import MoEProblem, env
 from megamoe.compile.obtain import obtain
@@ -207,7 +208,7 @@ def placements(rank, mode):
 def smaller_group(rank, mode):
     """World ranks 3, 0, 2 in that order, with experts that tell them apart; then all four."""
     wrong = {}
-    part = dist.new_group([3, 0, 2], sort_ranks=False)
+    part, _ = new_group([3, 0, 2])
     for group in (part, dist.group.WORLD):
         if dist.get_rank(group) >= 0:
             problem = problem_of(experts=15)
