@@ -166,7 +166,7 @@ def test_the_requirements_looked_for_are_those_of_the_wheel():
 
 def test_files_that_are_gone(tmp_path):
     (tmp_path / "there.py").write_text("")
-    files = {"there.py": "", "gone.py": "sha256=1", "__pycache__/gone.pyc": ""}
+    files = {"there.py": "", "gone.py": "sha256=1", "__pycache__/gone.pyc": "", "../../bin/megamoe": "sha256=2"}
     found = only(own_wheels.missing_files({"megamoe-sm90": (Package("megamoe-sm90", "0.1", str(tmp_path), files),)}))
     assert "1 file(s) of megamoe-sm90 0.1 are gone, for example gone.py" in found.text
 

@@ -13,6 +13,8 @@ from megamoe.ep.layout import Layout
 from megamoe.errors import BackendUnavailable, InvalidInput, PeerAborted
 from megamoe.testing.launcher import launch
 
+from .groups import new_group
+
 CPU = torch.device("cpu")
 
 
@@ -56,23 +58,22 @@ class FakeNvshmem:
         return 0 if pe in self.far else (pe + 1) << 32
 
 
-def heap_for(layout, ranks, library):
-    """Open on a group of world ranks in the given order; tables lie on the CPU because there is no GPU."""
-    handle = dist.new_group(ranks, sort_ranks=False)
-    if dist.get_rank() not in ranks:
-        return None
-    return open_heap(layout, Group.of(handle), CPU, library)
+def heap_for(layout, members, library):
+    """Open on a group of world ranks, and their order; tables lie on the CPU because there is no GPU."""
+    handle, members = new_group(members)
+    if dist.get_rank() not in members:
+        return None, members
+    return open_heap(layout, Group.of(handle), CPU, library), members
 
 
 def sessions(rank):
     nvshmem._initialize = lambda library, group, device: initialize_without_gpu(library, group)
     layout = Layout.of({"x": 1000, "flags": 8})
     library = FakeNvshmem()
-    group = [2, 0]  # smaller than the world, in an order of its own
-    first = heap_for(layout, group, library)
-    second = heap_for(layout, group, library)
+    first, group = heap_for(layout, [2, 0], library)  # smaller than the world, in an order of its own
+    second, _ = heap_for(layout, [2, 0], library)
     if first is None:
-        return library.calls
+        return None, library.calls
     assert first.bases == (1 << 32, 2 << 32)
     assert first.table.tolist() == list(first.bases)
     mine = group.index(rank)
@@ -83,7 +84,7 @@ def sessions(rank):
     first.close()
     assert "finalize" not in library.calls, "another heap is still open"
     second.close()
-    return library.calls
+    return mine, library.calls
 
 
 def initialize_without_gpu(library, group):
@@ -93,9 +94,10 @@ def initialize_without_gpu(library, group):
 
 
 def test_initialized_once_for_a_group_smaller_than_the_world_in_any_order_and_finalized_by_the_last():
-    last, outside, first = launch(sessions, 3)
-    assert outside == []
-    for pe, calls in ((0, first), (1, last)):
+    first, outside, last = launch(sessions, 3)
+    assert outside == (None, [])
+    assert {first[0], last[0]} == {0, 1}
+    for pe, calls in (first, last):
         assert calls == ["initialize", "allocate 1280", "allocate 1280", f"free {pe + 1}", f"free {pe + 1}", "finalize"]
 
 

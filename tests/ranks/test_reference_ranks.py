@@ -20,6 +20,8 @@ from megamoe.testing import cases, oracle, routing
 from megamoe.testing.launcher import launch
 from megamoe.testing.trial import make_trial
 
+from .groups import new_group
+
 BACKEND = ReferenceBackend()
 SIZES = {"experts": 16, "top_k": 4, "hidden": 128, "intermediate": 128, "max_tokens": 24}
 
@@ -99,14 +101,13 @@ def test_results_on_ranks(ranks):
 
 def permuted_group(rank):
     """World ranks 3, 0, 2 in that order; 1 stays outside."""
-    members = [3, 0, 2]
-    group = dist.new_group(members, sort_ranks=False)
+    group, members = new_group([3, 0, 2])
     if rank not in members:
         with pytest.raises(InvalidInput, match="group") as caught:
             Group.of(group)
         return str(caught.value)
     ours = Group.of(group)
-    assert (ours.rank, ours.size, ours.members) == (members.index(rank), 3, (3, 0, 2))
+    assert (ours.rank, ours.size, ours.members) == (members.index(rank), 3, tuple(members))
     # An uneven placement: a wrong rank order would give this rank another number of experts.
     trial = make_trial(problem("nvfp4", placement=Placement.even(16, 3)), ranks=3, tokens=[5, 0, 24], seed=74)
     with opened(trial, group) as s:

@@ -2,18 +2,20 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megamoe.ep.group import Group
 from megamoe.ep.together import attempt, given_back, together
 from megamoe.errors import BackendUnavailable, PeerAborted
 from megamoe.testing.launcher import launch
 
+from .groups import new_group
+
 CPU = torch.device("cpu")
 
 
 def attempts(rank):
-    group, seen = Group.of(dist.new_group([1, 0], sort_ranks=False)), []
+    handle, members = new_group([1, 0])
+    group, seen = Group.of(handle), []
 
     def build():
         if rank == 1:
@@ -23,7 +25,7 @@ def attempts(rank):
     with pytest.raises(BackendUnavailable) as caught, given_back(lambda alone: seen.append(alone)):
         attempt(group, CPU, build)
     own = type(caught.value.__context__).__name__
-    return str(caught.value), own, seen, attempt(group, CPU, lambda: rank), together(group, CPU, "", {"rank": rank})
+    return str(caught.value), own, seen, attempt(group, CPU, lambda: rank), members, together(group, CPU, "", {"rank": rank})
 
 
 def test_what_one_rank_cannot_do_all_raise_by_its_name_and_the_next_attempt_is_fresh():
@@ -31,9 +33,9 @@ def test_what_one_rank_cannot_do_all_raise_by_its_name_and_the_next_attempt_is_f
     assert first == second
     assert "world rank 1: MemoryError: all is full" in first
     assert (first_own, second_own) == ("NoneType", "MemoryError")
-    facts = [{"rank": 1}, {"rank": 0}]
-    assert first_seen == [[False], 0, facts]
-    assert second_seen == [[False], 1, facts]
+    for rank, (undone, again, members, facts) in enumerate((first_seen, second_seen)):
+        assert (undone, again) == ([False], rank)
+        assert facts == [{"rank": member} for member in members]
 
 
 def test_after_any_other_error_a_rank_may_be_missing():

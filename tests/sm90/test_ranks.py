@@ -123,10 +123,11 @@ def test_skewed_launches_and_no_wrong_byte(ranks, mode, pytestconfig, capsys):
         assert one["launches"] == found[0]["launches"]
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mode", work.MODES[:1])
 def test_fifty_faults_end_in_time_are_named_and_reset_repairs(mode):
-    found = run(work.faults, 4, mode, 50, DEADLINE, deadline=DEADLINE)
+    found = run(work.faults, 4, mode, 50, DEADLINE, limit=300.0, deadline=DEADLINE)  # each fault lasts a deadline, some two
     for number in range(50):
         each = [one[number] for one in found]
         victim, fault = each[0]["victim"], each[0]["fault"]

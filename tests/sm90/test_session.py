@@ -351,6 +351,7 @@ def test_closed_session_says_so():
         opened.session.close()
 
 
+@pytest.mark.alone
 def test_opening_is_fast_when_everything_is_compiled():
     """From open_session to the first output, imports done and the compile cache warm: under a second."""
     with Opened(problem_of(max_tokens=777), tokens=10):

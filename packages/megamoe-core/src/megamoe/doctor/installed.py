@@ -74,9 +74,11 @@ def public(text: str) -> str:
 
 
 def absent(package: Package) -> tuple[str, ...]:
-    """Files that a distribution installed and that are gone; compiled bytecode does not count."""
+    """Files that a distribution installed and that are gone. Compiled bytecode does not count, nor do scripts: nothing imports them, and
+    ``pip install --target`` puts them elsewhere than it writes down."""
     root = Path(package.location)
-    return tuple(path for path in package.files if not path.endswith(".pyc") and not (root / path).exists())
+    kept = (path for path in package.files if not path.endswith(".pyc") and not path.startswith("../"))
+    return tuple(path for path in kept if not (root / path).exists())
 
 
 def _record(text: str) -> dict[str, str]:
