@@ -30,7 +30,7 @@ _PURPOSES = {
     "weights": "routing weights",
     "x": "activations that peers pull",
     "xs": "their scales",
-    "inbox": "results that return, by token",
+    "inbox": "results that return, by route",
     "inbox_scale": "their scales",
     "row_route": "route of every pool row",
     "row_group": "the group of every pool row",
@@ -104,9 +104,7 @@ def regions(problem: MoEProblem, planned: several.RanksVariant) -> tuple[Region,
     most = f", in launches of up to {config.staged} row blocks" if config.staged < config.blocks else held
     limits = {"pool": held, "mid": held, "stage": most}
     local = [
-        Region(name, size, "local", _PURPOSES[name] + limits.get(name, ""))
-        for name, (_, size) in config.local.offsets.items()
-        if size
+        Region(name, size, "local", _PURPOSES[name] + limits.get(name, "")) for name, (_, size) in config.local.offsets.items() if size
     ]
     return (
         *symmetric,

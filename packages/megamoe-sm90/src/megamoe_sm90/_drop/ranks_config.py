@@ -148,4 +148,6 @@ class RanksConfig(NativeConfig):
     def local(self):
         """A rank's own workspace."""
         routes, staged = self.ranks * self.most if self.grouped else 0, self.staged * self.tile_m
-        return wire.local_layout(self.listed, self.pool_rows, self.hidden, self.intermediate, self.element, self.block_scales, routes, staged)
+        return wire.local_layout(
+            self.listed, self.pool_rows, self.hidden, self.intermediate, self.element, self.block_scales, routes, staged
+        )

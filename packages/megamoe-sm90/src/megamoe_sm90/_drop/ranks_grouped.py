@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from megamoe.device import deadline, grouped, memory, peers, stream
+from megamoe.device import deadline, grouped, memory, stream
 
 from .layer_config import MATH_WARPS
 from .ranks import RanksMoE
@@ -122,9 +122,10 @@ class GroupedMoE(RanksMoE):
         """A row's route, below zero; where its FC2 row waits for others of its group, its number instead."""
         c = self.c
         word = memory.ld_i32(row_route + Int64(row) * 4) | Int32(-(1 << 31))
-        if kind == stream.FC2:
-            if memory.ld_i32(row_route + (Int64(row) * 4 + c.row_groups)) != 0:
-                word = row
+        if cutlass.const_expr(c.staged > 0):
+            if kind == stream.FC2:
+                if memory.ld_i32(row_route + (Int64(row) * 4 + c.row_groups)) != 0:
+                    word = row
         return word
 
     @cute.jit
