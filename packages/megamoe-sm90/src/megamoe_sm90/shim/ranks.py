@@ -141,8 +141,8 @@ def stage_of(config: RanksConfig, percent: int | None) -> int:
     """Blocks of FC2 rows that can wait for their groups, see :class:`Choice`."""
     if percent == 0:
         return 0
-    average = -(-config.most * (percent or 125) // (100 * config.tile_m)) + config.experts
-    return average if percent else max(average, _STAGE_BYTES // (config.tile_m * config.hidden * 2))
+    blocks = -(-config.most * (percent or 125) // (100 * config.tile_m)) + config.experts
+    return int(blocks if percent else max(blocks, _STAGE_BYTES // (config.tile_m * config.hidden * 2)))
 
 
 class RanksMemory:
