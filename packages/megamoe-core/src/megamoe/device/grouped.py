@@ -84,17 +84,7 @@ def send_rows(
             cute.arch.sync_warp()
             rest = complete
             ahead = first_bit(rest)
-            index, weight = member_of(
-                table,
-                weights,
-                row_route + route_rows,
-                cute.arch.shuffle_sync(source, ahead),
-                cute.arch.shuffle_sync(token, ahead),
-                tokens,
-                top_k,
-                weighted,
-                lane,
-            )
+            index, weight = member_of(table, weights, row_route + route_rows, source, token, ahead, tokens, top_k, weighted, lane)
             while rest != 0:
                 at = first_bit(rest)
                 rest = rest & (rest - 1)
@@ -102,17 +92,7 @@ def send_rows(
                 # What the next group needs travels while this one is added; behind the last its own again: other tokens' sources may be
                 # through with this launch, and write the weights of the next one.
                 ahead = first_bit(rest | (Int32(rest == 0) << at))
-                index, weight = member_of(
-                    table,
-                    weights,
-                    row_route + route_rows,
-                    cute.arch.shuffle_sync(source, ahead),
-                    cute.arch.shuffle_sync(token, ahead),
-                    tokens,
-                    top_k,
-                    weighted,
-                    lane,
-                )
+                index, weight = member_of(table, weights, row_route + route_rows, source, token, ahead, tokens, top_k, weighted, lane)
                 members = cute.arch.shuffle_sync(slots, at)
                 to = Int64(cute.arch.shuffle_sync(token, at)) * top_k + first_bit(members)
                 heap = peers.base_of(table, cute.arch.shuffle_sync(source, at))
@@ -144,17 +124,19 @@ def member_of(
     rows: Int64,
     source: Int32,
     token: Int32,
+    of: Int32,
     tokens: cutlass.Constexpr,
     top_k: cutlass.Constexpr,
     weighted: cutlass.Constexpr,
     lane: Int32,
 ):
-    """Lane k: (staged row, routing weight) of slot k of a token; the weight is 1 where weights have been applied before."""
-    route = token * top_k + cutlass.min(lane, top_k - 1)
-    row = memory.ld_i32(rows + (Int64(source) * (tokens * top_k) + route) * 4)
+    """Lane k: (staged row, routing weight) of slot k of lane `of`'s token; the weight is 1 where weights have been applied before."""
+    route = cute.arch.shuffle_sync(token, of) * top_k + cutlass.min(lane, top_k - 1)
+    theirs = cute.arch.shuffle_sync(source, of)
+    row = memory.ld_i32(rows + (Int64(theirs) * (tokens * top_k) + route) * 4)
     weight = Float32(1.0)
     if cutlass.const_expr(weighted):
-        weight = memory.ld_f32(peers.base_of(table, source) + weights + Int64(route) * 4)
+        weight = memory.ld_f32(peers.base_of(table, theirs) + weights + Int64(route) * 4)
     return row, weight
 
 
