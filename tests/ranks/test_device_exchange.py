@@ -29,10 +29,17 @@ THREADS = MATH_THREADS + 64  # and one warp each for tasks and for rows
 TOKENS, TOP_K, HIDDEN, ELEMENT = 9, 3, 384, 1
 
 
+class OneRank:
+    """What the simulation needs of the one-rank kernel."""
+
+    def row_word(self, row_route, row, kind):
+        return DEVICE["memory"].ld_i32(row_route + row * 4)
+
+
 def kernel_classes():
     """RanksMoE and GroupedMoE themselves, over a one-rank kernel that is reduced to what the CPU can do."""
     native = types.ModuleType("megamoe_sm90._drop.native")
-    native.BAR_MATH, native.MATH_THREADS, native.NativeMoE = 1, MATH_THREADS, object
+    native.BAR_MATH, native.MATH_THREADS, native.NativeMoE = 1, MATH_THREADS, OneRank
     config = types.ModuleType("megamoe_sm90._drop.layer_config")
     config.MATH_WARPS, config.THREADS = MATH_WARPS, THREADS
     cutlass = DEVICE["peers"].cutlass
@@ -113,7 +120,7 @@ class Simulation:
                     if kind == stream.FC1:
                         self.fc1_row(place + row, tile)
                     else:
-                        self.fc2_row(place + row, tile, memory.ld_i32(w.row_route + (block * c.tile_m + row) * 4), e)
+                        self.fc2_row(place + row, tile, self.row_word(w.row_route, block * c.tile_m + row, kind), e)
             sync_warp()
             if w.lane == 0 and kind == stream.FC1:
                 memory.red_release(w.bank + regions.FC1_DONE + block * 4, Int32(1))

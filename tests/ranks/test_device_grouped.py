@@ -1,4 +1,5 @@
-"""Results that return in groups, lane by lane on the CPU: every sum has its members, once each and in slot order, whatever comes first.
+"""Results that return in groups, lane by lane on the CPU: every sum has its members, once each and in slot order, whatever comes first and
+wherever it is made.
 
 Numbers are integers here and adding is `31 * sum + weight * value`, so that a sum tells which members it has and in which order.
 """
@@ -75,14 +76,27 @@ def whole_numbers(monkeypatch):
     monkeypatch.setattr(DEVICE["grouped"].cute.math, "fma", lambda a, b, c: (31 * int(c) + int(a) * int(b)) & 0xFFFF, raising=False)
 
 
+ENOUGH = 99  # blocks
+
+
 def world_of(seed, placement, experts, **more):
-    return World(seed, placement, experts, rank=GroupedRank, combine="grouped", **more)
+    return World(seed, placement, experts, rank=GroupedRank, **{"combine": "grouped", "stage": ENOUGH, **more})
 
 
-WAYS = {"bf16": {}, "mxfp8": {"wire": "mxfp8"}, "early": {"early": True, "wire": "mxfp8"}}
+WAYS = {
+    "bf16": {},
+    "mxfp8": {"wire": "mxfp8"},
+    "early": {"early": True, "wire": "mxfp8"},
+    "no room": {"stage": 0},
+    "no room, early": {"early": True, "stage": 0},
+    "room for two blocks": {"stage": 2, "wire": "mxfp8"},
+}
+MIXED = [("even", "mxfp8"), ("three ranks", "early"), ("redundant and uneven", "no room"), ("even", "no room, early")]
 
 
-@pytest.mark.parametrize(("case", "way"), [("even", "mxfp8"), ("three ranks", "early"), *((case, "bf16") for case in CASES)])
+@pytest.mark.parametrize(
+    ("case", "way"), [*MIXED, ("three ranks", "room for two blocks"), ("even", "room for two blocks"), *((case, "bf16") for case in CASES)]
+)
 def test_every_sum_has_its_members_in_order_in_launch_after_launch(case, way):
     placement, experts = CASES[case]
     world = world_of(sum(map(ord, case + way)), placement, experts, **WAYS[way])
@@ -153,10 +167,23 @@ def slots(wrong):
     return plant
 
 
+def first_alone(monkeypatch):
+    """A fault: of rows that return alone nobody waits for more than a token's first."""
+    right, flags = DEVICE["peers"].wait_word, world_of(0, UNEVEN, 6).config.offset("flags")
+
+    def wait_word(address, launch, control, signal, site, *rest):
+        if site == wire.SITE_RESULTS and (address - signal - flags) // 8 % TOP_K != 0:
+            return DEVICE["peers"].Int32(wire.ALONE)
+        return right(address, launch, control, signal, site, *rest)
+
+    monkeypatch.setattr(DEVICE["peers"], "wait_word", wait_word)
+
+
+UNEVEN = Placement(((0, 1, 2, 4), (3, 4), (5, 0)))
 SEND = (DEVICE["grouped"], "send_rows")
 DONE = (GroupedMoE, "completed")
 PLANTED = {
-    "rows sent without a fence": without("peers", "fence", SEND, lambda: None),
+    "sums sent without a fence": without("peers", "fence", SEND, lambda: None),
     "FC2 counted without a release": without("memory", "add_acq_rel", DONE, lambda *args: DEVICE["memory"].add_relaxed(*args)),
     "counters of groups left as they are": without("memory", "st_i32", SEND, lambda *args: None),
     "a slot without an expert counted": slots(lambda ids, there, rank, n: [k for k, t in enumerate(there) if t // n == rank or t < 0]),
@@ -165,13 +192,18 @@ PLANTED = {
     ),
     "copies of experts not looked up": slots(lambda ids, there, rank, n: [k for k, e in enumerate(ids) if e >= 0 and e // n == rank]),
 }
+WITHOUT_ROOM = {
+    "rows announced without a fence": without("peers", "fence", SEND, lambda: None),
+    "rows that return alone announced as sums": without("peers", "word", SEND, lambda launch, _: (launch * (1 << 32)) | wire.SUMMED),
+    "rows that return alone not waited for": first_alone,
+}
 
 
-@pytest.mark.parametrize("fault", PLANTED)
-def test_planted_faults_are_found(fault, monkeypatch):
-    PLANTED[fault](monkeypatch)
+@pytest.mark.parametrize(("fault", "stage"), [*((f, ENOUGH) for f in PLANTED), *((f, 0) for f in WITHOUT_ROOM)])
+def test_planted_faults_are_found(fault, stage, monkeypatch):
+    {**PLANTED, **WITHOUT_ROOM}[fault](monkeypatch)
     for seed in range(3):
-        world = world_of(seed, Placement(((0, 1, 2, 4), (3, 4), (5, 0))), 6)
+        world = world_of(seed, UNEVEN, 6, stage=stage)
         for pattern in ("holes", "random"):
             for rank in range(3):
                 world.ranks[rank].wait = 8000

@@ -12,13 +12,24 @@ from tests.machine.launch import MachineFault, compiler
 from tests.machine.layers import OneRank, Ranks, inputs_of, kernel_of
 
 from megamoe import MoEProblem
+from megamoe_sm90.shim import ranks as several
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
 
 PROBLEM = MoEProblem(experts=8, top_k=4, hidden=512, intermediate=256, max_tokens=40, format="fp8_block128")
+
+
+def without_room():
+    """A layer whose rows return alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(several, "stage_of", lambda config, percent: 0)
+        return Ranks(PROBLEM, 2, grid=2, tile=64, combine="grouped", races=True)
+
+
 LAYERS = {
     "routes": lambda: Ranks(PROBLEM, 2, grid=2, tile=64, races=True),
     "grouped": lambda: Ranks(PROBLEM, 2, grid=2, tile=64, combine="grouped", wire_format="mxfp8", races=True),
+    "alone": without_room,
     "gather": lambda: OneRank(PROBLEM, "native", 64, "gather", grid=3, races=True),
 }
 TOKENS = ((40, 17), (1, 40), (40, 33))
@@ -68,6 +79,8 @@ PLANTED = {
     "waits that acquire nothing on this rank": ("routes", everywhere(r"ld\.acquire\.gpu", "ld.relaxed.gpu"), BETWEEN_CTAS),
     "lanes that do not wait for each other": ("routes", everywhere(r"bar\.warp\.sync[^;]*;"), "data races"),
     "groups without a fence": ("grouped", everywhere(FENCE), BETWEEN_GPUS),
+    "rows alone without a fence": ("alone", everywhere(FENCE), BETWEEN_GPUS),
+    "rows alone behind tiles that are counted without order": ("alone", everywhere(r"atom\.acq_rel", "atom.relaxed"), "data races"),
     "groups that are counted without order": ("grouped", everywhere(r"atom\.acq_rel", "atom.relaxed"), "data races"),
     "intermediate rows that nothing releases": ("gather", everywhere(r"red\.release", "red.relaxed"), BETWEEN_CTAS),
     "lists that nobody acquires": ("gather", everywhere(r"ld\.acquire", "ld.relaxed"), BETWEEN_CTAS),

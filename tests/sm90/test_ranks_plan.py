@@ -49,24 +49,27 @@ def test_limits_are_named(proved, more, ranks, words):
 
 
 LARGE = MoEProblem(256, 6, 4096, 2048, 8192, "fp8_block128")
-RESULTS = {  # knobs, bytes of a result, what holds
-    "by default": ({}, 2, "at a fixed number of ranks"),
-    "MXFP8": ({"wire": "mxfp8"}, 1, "returns it as mxfp8"),
-    "routes": ({"combine": "routes"}, 2, "the same for every number of ranks"),
+RESULTS = {  # knobs, percent of the average that is staged, what holds
+    "by default": ({}, 125, "at a fixed number of ranks"),
+    "MXFP8": ({"wire": "mxfp8"}, 125, "returns it as mxfp8"),
+    "half": ({"stage": 50}, 50, "at a fixed number of ranks"),
+    "routes": ({"combine": "routes"}, None, "the same for every number of ranks"),
 }
 
 
 @pytest.mark.parametrize("case", RESULTS)
 def test_a_plan_lists_its_symmetric_memory(proved, case):
-    knobs, element, words = RESULTS[case]
+    knobs, percent, words = RESULTS[case]
     plan = BACKEND.plan(LARGE, ranks=8, knobs=knobs)
     symmetric = {region.name: region.nbytes for region in plan.regions if region.kind == "symmetric"}
-    assert symmetric["inbox"] == 8192 * 6 * 4096 * element
+    assert symmetric["inbox"] == 8192 * 6 * 4096 * 2
     assert symmetric["x"] == 8192 * 4096
     assert sum(symmetric.values()) < 700 * MIB
     local = {region.name: region.nbytes for region in plan.regions if region.kind == "local"}
-    assert local.get("stage", 0) == (0 if case == "routes" else 8 * 8192 * 6 * 4096 * 2)
-    assert plan.wire == {"combine": "grouped", "wire": "bf16", **knobs}
+    blocks = 0 if percent is None else percent * 8192 * 6 // 100 // 128 + 32
+    assert local.get("stage", 0) == blocks * 128 * 4096 * 2 <= 512 * MIB
+    assert sum(nbytes for name, nbytes in local.items() if name != "weights of experts") < 800 * MIB
+    assert plan.wire == {"combine": "grouped", "wire": "bf16", **{name: value for name, value in knobs.items() if name != "stage"}}
     assert any(words in text for text in plan.properties)
     assert BACKEND.kernel(plan, 5) == "ranks-128"
 
@@ -75,7 +78,7 @@ def test_ranks_that_differ_in_what_returns_have_different_plans_on_the_wire(prov
     texts = [
         configuration(BACKEND.plan(LARGE, ranks=8, knobs=knobs), drop="", x_scale=None, mid_scale=None) for knobs, *_ in RESULTS.values()
     ]
-    assert len({str(text) for text in texts}) == 3
+    assert len({str(text) for text in texts}) == 3, "room for rows is a rank's own matter"
 
 
 @pytest.mark.parametrize(
@@ -114,17 +117,26 @@ def test_local_memory_of_a_large_layer_is_bounded(proved):
 
 
 def test_a_layer_whose_rows_fit_anyway_has_no_ring(proved):
-    for knobs in ({}, {"ring": 128}, {"ring": 0}):
+    for knobs in ({}, {"ring": 128}, {"ring": 0, "stage": 200}):
         regions = {region.name: region for region in BACKEND.plan(problem_of(), ranks=2, knobs=knobs).regions}
-        assert regions["pool"].nbytes == (2 * 64 * 4 // 64 + 8) * 64 * 512
+        assert regions["pool"].nbytes == regions["stage"].nbytes // 2 == (2 * 64 * 4 // 64 + 8) * 64 * 512
         assert "every row that may come" in regions["pool"].purpose
+        assert "every row that may come" in regions["stage"].purpose
 
 
-def test_the_ring_is_for_several_ranks_and_of_the_sizes_that_are_named(proved):
+def test_without_room_for_rows_that_wait_there_is_no_region_for_them(proved):
+    regions = {region.name for region in BACKEND.plan(problem_of(), ranks=2, knobs={"stage": 0}).regions}
+    assert "stage" not in regions
+    assert "row_group" in regions
+
+
+def test_the_ring_and_the_staging_are_for_several_ranks_and_of_the_sizes_that_are_named(proved):
     with pytest.raises(InvalidInput, match="ring=4 on one rank"):
         BACKEND.plan(problem_of(), knobs={"ring": 4})
     with pytest.raises(InvalidInput, match="allowed: auto, 0, 2, 4, 8"):
         BACKEND.plan(problem_of(), ranks=2, knobs={"ring": 1})
+    with pytest.raises(InvalidInput, match="stage=100 on one rank"):
+        BACKEND.plan(problem_of(), knobs={"stage": 100})
 
 
 def test_tiles_follow_the_rows_that_experts_get(proved):
@@ -155,6 +167,8 @@ KERNELS = {
     "mxfp8, bf16": ({"format": "bf16"}, 8, {"wire": "mxfp8", "native_tile": 128}),
     "the most ranks": ({"experts": 288, "top_k": 8}, 72, {}),
     "eight ranks": ({"format": "fp8_tensor", "experts": 256, "top_k": 8}, 8, {}),
+    "no room for rows that wait": ({}, 2, {"native_tile": 128, "stage": 0}),
+    "no room, mxfp8, bf16": ({"format": "bf16"}, 4, {"wire": "mxfp8", "native_tile": 64, "stage": 0}),
     "a ring": ({"max_tokens": 8192}, 8, {"ring": 2}),
     "a ring, two bytes": ({"format": "bf16", "max_tokens": 8192}, 4, {"ring": 4}),
 }

@@ -97,6 +97,10 @@ class Sm90Backend:
             raise InvalidInput(
                 f"knob ring={values['ring']!r} on one rank; allowed: {AUTO!r}.", hint="rows travel, and need a ring, on several ranks alone"
             )
+        if values["stage"] != AUTO:
+            raise InvalidInput(
+                f"knob stage={values['stage']!r} on one rank; allowed: {AUTO!r}.", hint="rows wait for their groups on several ranks alone"
+            )
         if values["wire"] != WIRES[0]:
             raise InvalidInput(
                 f"knob wire={values['wire']!r} on one rank; allowed: {WIRES[0]!r}.", hint="nothing crosses a wire on one rank: drop it"

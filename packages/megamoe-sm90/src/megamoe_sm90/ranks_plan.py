@@ -30,15 +30,16 @@ _PURPOSES = {
     "weights": "routing weights",
     "x": "activations that peers pull",
     "xs": "their scales",
-    "inbox": "results that return, by token",
+    "inbox": "results that return, by route",
     "inbox_scale": "their scales",
     "row_route": "route of every pool row",
     "row_group": "the group of every pool row",
+    "route_row": "the pool row of every route",
     "pool": "received rows by expert",
     "pool_scale": "their scales",
     "mid": "intermediate rows",
     "mid_scale": "their scales",
-    "stage": "FC2 rows of every route that may come, until their group is complete",
+    "stage": "FC2 rows until their group is complete",
 }
 
 
@@ -81,8 +82,8 @@ def choice_of(knobs: Mapping[str, object]) -> several.Choice:
             f"knobs {asked} on several ranks; allowed: native order with rows through a pool and early claims.",
             hint="leave these knobs at 'auto'",
         )
-    tile, ring = (value if isinstance(value, int) else None for value in (knobs["native_tile"], knobs["ring"]))
-    return several.Choice(tile, ring, str(knobs["combine"]), str(knobs["wire"]), bool(knobs["pdl"]))
+    tile, ring, stage = (value if isinstance(value, int) else None for value in (knobs["native_tile"], knobs["ring"], knobs["stage"]))
+    return several.Choice(tile, ring, str(knobs["combine"]), str(knobs["wire"]), bool(knobs["pdl"]), stage)
 
 
 def properties(choice: several.Choice) -> tuple[str, ...]:
@@ -100,10 +101,10 @@ def regions(problem: MoEProblem, planned: several.RanksVariant) -> tuple[Region,
     config = planned.config
     symmetric = [Region(name, size, "symmetric", _PURPOSES[name]) for name, (_, size) in config.layout.offsets.items() if size]
     held = f", of {config.span} row blocks at a time" if config.span else ", of every row that may come"
+    most = f", in launches of up to {config.staged} row blocks" if config.staged < config.blocks else held
+    limits = {"pool": held, "mid": held, "stage": most}
     local = [
-        Region(name, size, "local", _PURPOSES[name] + (held if name in ("pool", "mid") else ""))
-        for name, (_, size) in config.local.offsets.items()
-        if size
+        Region(name, size, "local", _PURPOSES[name] + limits.get(name, "")) for name, (_, size) in config.local.offsets.items() if size
     ]
     return (
         *symmetric,

@@ -247,6 +247,9 @@ def list_received(
     lists_offset: cutlass.Constexpr,
     groups: cutlass.Constexpr,
     row_groups: cutlass.Constexpr,
+    route_rows: cutlass.Constexpr,
+    staged: cutlass.Constexpr,
+    singles: cutlass.Constexpr,
     launch: Int32,
     ranks: cutlass.Constexpr,
     experts: cutlass.Constexpr,
@@ -264,9 +267,12 @@ def list_received(
     """`threads` threads of a CTA: gather the row lists of the local experts that this CTA takes from all ranks, a warp a source.
 
     `most`: routes of a rank. `groups`: where the words of groups lie behind a rank's lists, `row_groups` behind `row_route`; 0 for none.
+    A row's word becomes 0 where the row returns alone: always in a launch to which more than `staged` blocks come, and with `singles` where
+    it is its group's only one. The others find each other by `route_rows`, also behind `row_route`: the row of every route.
     """
     lane = thread % 32
     offsets = cute.make_tensor(base, cute.make_layout(experts + 1))
+    apart = Int32(offsets[experts] > staged)
     e = bidx
     while e < experts:
         rows = row_route + Int64(offsets[e]) * (tile * 4)
@@ -301,7 +307,13 @@ def list_received(
                         row = rows + Int64(above + i + 32 * j) * 4
                         memory.st_i32(row, values[j] | (source << wire.ROUTE_BITS))
                         if cutlass.const_expr(groups != 0):
-                            memory.st_i32(row + row_groups, slots[j])
+                            alone = apart
+                            if cutlass.const_expr(singles):
+                                alone = alone | Int32(cute.arch.popc(slots[j]) == 1)
+                            memory.st_i32(row + row_groups, slots[j] * (1 - alone))
+                            if alone == 0:
+                                route = Int64(source) * most + peers.route_of(values[j], most)
+                                memory.st_i32(row_route + (route * 4 + route_rows), offsets[e] * tile + (above + i + 32 * j))
                 i = i + 32 * BATCH
             source = source + threads // 32
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=threads)

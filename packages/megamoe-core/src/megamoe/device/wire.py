@@ -39,10 +39,9 @@ COMBINES = ("grouped", "routes")
 WIRES = ("bf16", "mxfp8")
 """How a row that returns is written. Rows of routes return as bf16 alone: that is what makes them the same on any number of ranks."""
 
-
-def places(ranks: int, top_k: int) -> int:
-    """Rows that can return for a token in groups."""
-    return min(ranks, top_k)
+# Values of a flag: what lies at its place of the inbox.
+SUMMED = 1  # for all routes of the token to a rank, at the place of the first: their sum, times their weights, on the wire's terms
+ALONE = 2  # for one route: its row as FC2 made it, in bf16
 
 
 def symmetric_layout(
@@ -59,8 +58,8 @@ def symmetric_layout(
     mxfp8: bool,
 ) -> Layout:
     """The heap of every rank. `tokens` and `experts` are the most that a rank brings and holds, `element` the bytes of an activation;
-    `grouped` and `mxfp8`: how results return, see COMBINES and WIRES."""
-    results = tokens * (places(ranks, top_k) if grouped else top_k)
+    `grouped` and `mxfp8`: how results return, see COMBINES and WIRES. The inbox has a bf16 row for every route, whatever returns."""
+    results = tokens * top_k
     sizes = {
         "signal": regions.ALIGN,
         "counts": 2 * ranks * (experts + 1) * 8,
@@ -70,7 +69,7 @@ def symmetric_layout(
         "weights": tokens * top_k * 4 if early or grouped else 0,
         "x": tokens * hidden * element,
         "xs": tokens * (hidden // 128) * 4 if block_scales else 0,
-        "inbox": results * hidden * (1 if mxfp8 else 2),
+        "inbox": results * hidden * 2,
         "inbox_scale": results * -(-hidden // 128) * 4 if mxfp8 else 0,
     }
     return Layout.of(sizes)
@@ -101,12 +100,15 @@ def control_bytes(blocks: int, experts: int, ranks: int, tokens: int, *, grouped
     return groups_offset(bank_bytes(blocks), experts, ranks, tokens) + (4 * ranks * tokens if grouped else 0)
 
 
-def local_layout(listed: int, rows: int, hidden: int, intermediate: int, element: int, block_scales: bool, staged: int) -> Layout:
-    """A rank's own workspace, of any content: `listed` rows that may come in a launch, `rows` of which the pool holds at a time; `staged`
-    rows of FC2 wait for the other ones of their group, 0 where each returns alone."""
+def local_layout(
+    listed: int, rows: int, hidden: int, intermediate: int, element: int, block_scales: bool, routes: int, staged: int
+) -> Layout:
+    """A rank's own workspace, of any content: `listed` rows that may come in a launch, `rows` of which the pool holds at a time; where
+    results return in groups, `routes` may come (else 0), and `staged` rows of FC2 wait for the other ones of their group."""
     sizes = {
         "row_route": listed * 4,
-        "row_group": listed * 4 if staged else 0,
+        "row_group": listed * 4 if routes else 0,
+        "route_row": routes * 4,
         "pool": rows * hidden * element,
         "pool_scale": rows * (hidden // 128) * 4 if block_scales else 0,
         "mid": rows * intermediate * element,

@@ -114,6 +114,10 @@ class Loaders:
         """First row of a block in the list of routes, beside its first row in the pool."""
         return pool
 
+    def row_word(self, row_route, row, kind):
+        """What the epilogue of a tile of this kind has to know of a row: its route."""
+        return memory.ld_i32(row_route + Int64(row) * 4)
+
     def returned(self, words, at, used, lane):
         """An FC2 task that has come back needs no word here: the end of all tiles is waited for."""
 
@@ -363,8 +367,7 @@ class Loaders:
                 if cutlass.const_expr(c.early) or kind == stream.FC2:
                     for i in cutlass.range_constexpr(c.tile_m // 32):
                         r = lane + 32 * i
-                        route = memory.ld_i32(row_route + Int64(self.first_route(pool, block) + cutlass.min(r, valid - 1)) * 4)
-                        words[at + WORDS + r] = route
+                        words[at + WORDS + r] = self.row_word(row_route, self.first_route(pool, block) + cutlass.min(r, valid - 1), kind)
                 cute.arch.sync_warp()
                 if kind == stream.FC1:
                     panel = Int64(0)

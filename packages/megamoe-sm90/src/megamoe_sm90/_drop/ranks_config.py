@@ -17,7 +17,7 @@ class RanksConfig(NativeConfig):
     experts: most that a rank holds. ranks: how many there are. max_tokens: most that a rank brings. total: logical experts of the layer.
     copies: most copies of a logical expert, 0 where physical experts are the logical ones in order. ring: groups of the task stream whose
     rows pool and mid hold at a time, LEAST_RING or more, or 0 for all that may come. combine, wire: how results return, see
-    wire.COMBINES and wire.WIRES. delays: random waits at every step, for tests.
+    wire.COMBINES and wire.WIRES. stage: blocks whose FC2 rows can wait for their groups. delays: random waits at every step, for tests.
     """
 
     ranks: int = 2
@@ -27,6 +27,7 @@ class RanksConfig(NativeConfig):
     ring: int = 0
     combine: str = "routes"
     wire: str = "bf16"
+    stage: int = 0
     delays: bool = False
 
     def faults(self) -> list[str]:
@@ -39,6 +40,8 @@ class RanksConfig(NativeConfig):
             found.append(f"wire={self.wire!r}; allowed: 'bf16' with combine 'routes'")
         if self.ring < LEAST_RING and self.ring != 0:
             found.append(f"ring={self.ring}; allowed: 0, or {LEAST_RING} or more")
+        if self.stage < 0:
+            found.append(f"stage={self.stage}; allowed: 0 or more")
         if not 1 <= self.most < wire.MOST_ROUTES:
             found.append(f"max_tokens * top_k is {self.most}; allowed: 1 to {wire.MOST_ROUTES - 1}")
         return [fault for fault in found if fault]
@@ -75,8 +78,21 @@ class RanksConfig(NativeConfig):
     @property
     def row_groups(self) -> int:
         """Where the words of groups lie behind row_route; 0 for none."""
+        return self._behind_routes("row_group")
+
+    @property
+    def route_rows(self) -> int:
+        """Where the rows of routes lie behind row_route; 0 for none."""
+        return self._behind_routes("route_row")
+
+    def _behind_routes(self, region: str) -> int:
         offsets = self.local.offsets
-        return offsets["row_group"][0] - offsets["row_route"][0] if self.grouped else 0
+        return offsets[region][0] - offsets["row_route"][0] if self.grouped else 0
+
+    @property
+    def staged(self) -> int:
+        """Blocks of a launch whose FC2 rows can wait for their groups; where more come, each row returns alone."""
+        return min(self.stage, self.blocks) if self.grouped else 0
 
     def offset(self, region: str) -> int:
         return self.layout.offsets[region][0]
@@ -131,5 +147,7 @@ class RanksConfig(NativeConfig):
     @property
     def local(self):
         """A rank's own workspace."""
-        staged = self.ranks * self.most if self.grouped else 0
-        return wire.local_layout(self.listed, self.pool_rows, self.hidden, self.intermediate, self.element, self.block_scales, staged)
+        routes, staged = self.ranks * self.most if self.grouped else 0, self.staged * self.tile_m
+        return wire.local_layout(
+            self.listed, self.pool_rows, self.hidden, self.intermediate, self.element, self.block_scales, routes, staged
+        )

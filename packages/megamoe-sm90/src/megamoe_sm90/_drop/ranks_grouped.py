@@ -4,10 +4,11 @@ The scheduler hears of a complete block when its last FC2 task comes back. It th
 which have many registers and nothing in them between two tiles, take the rows of the block to their groups. See megamoe.device.grouped.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from megamoe.device import deadline, grouped, memory, peers, stream
+from megamoe.device import deadline, grouped, memory, stream
 
 from .layer_config import MATH_WARPS
 from .ranks import RanksMoE
@@ -93,6 +94,7 @@ class GroupedMoE(RanksMoE):
             w.stage,
             w.row_route,
             c.row_groups,
+            c.route_rows,
             w.arrived,
             c.offset("inbox"),
             c.offset("inbox_scale"),
@@ -101,7 +103,6 @@ class GroupedMoE(RanksMoE):
             block * c.tile_m,
             valid,
             w.launch,
-            w.rank,
             c.ranks,
             c.max_tokens,
             c.top_k,
@@ -116,10 +117,25 @@ class GroupedMoE(RanksMoE):
             lane,
         )
 
-    def result_row(self, stage, route):
+    @cute.jit
+    def row_word(self, row_route, row, kind):
+        """A row's route, below zero; where its FC2 row waits for others of its group, its number instead."""
         c = self.c
-        row = Int64(peers.source_of(route, c.ranks)) * c.most + peers.route_of(route, c.most)
-        return stage + row * (c.hidden * 2)
+        word = memory.ld_i32(row_route + Int64(row) * 4) | Int32(-(1 << 31))
+        if cutlass.const_expr(c.staged > 0):
+            if kind == stream.FC2:
+                if memory.ld_i32(row_route + (Int64(row) * 4 + c.row_groups)) != 0:
+                    word = row
+        return word
+
+    @cute.jit
+    def result_row(self, stage, word):
+        c = self.c
+        # An aborted launch may see a group that was never written: stay inside the staged rows.
+        address = stage + Int64(cutlass.min(word, c.staged * c.tile_m - 1)) * (c.hidden * 2)
+        if word < 0:
+            address = self.at_source("inbox", word, c.hidden * 2)
+        return address
 
     def collect(self):
         c, w = self.c, self.w
@@ -129,6 +145,7 @@ class GroupedMoE(RanksMoE):
             c.offset("inbox_scale"),
             c.offset("flags"),
             w.ids,
+            w.topk_w,
             w.out,
             w.tokens,
             c.top_k,
@@ -136,8 +153,8 @@ class GroupedMoE(RanksMoE):
             w.place,
             c.copies,
             c.experts,
-            c.ranks,
             c.hidden,
+            not c.early,
             c.mxfp8,
             w.launch,
             w.control,

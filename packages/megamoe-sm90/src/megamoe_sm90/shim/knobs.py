@@ -16,7 +16,7 @@ from megamoe.tune import Knob, Space
 from megamoe.tune.space import Rule
 from megamoe_sm90._drop.config import NativeConfig
 from megamoe_sm90._drop.swap_config import SwapConfig
-from megamoe_sm90.shim.ranks import RINGS
+from megamoe_sm90.shim.ranks import RINGS, STAGES
 from megamoe_sm90.shim.variants import NATIVE_CLAIMS, NATIVE_ROWS, NATIVE_TILES, SMS, SWAP_TILES, Operands, Variant
 
 AUTO = "auto"
@@ -41,6 +41,7 @@ SPACE = Space(
         Knob("swap_tokens", (AUTO, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), "most tokens of a call that runs in swap order"),
         Knob("pdl", (False, True), "a launch begins while the one before it on the stream ends (programmatic dependent launch)"),
         Knob("ring", (AUTO, *RINGS), "several ranks: groups of row blocks that pool and mid hold at a time; 0: all that may come"),
+        Knob("stage", (AUTO, *STAGES), "several ranks, grouped: FC2 rows that can wait for their groups, in percent of a rank's average"),
         Knob("combine", COMBINES, "several ranks: a row returns for all routes of a token to a rank, or for every route", wire=True),
         Knob("wire", WIRES, "several ranks: how rows return", wire=True),
     ),

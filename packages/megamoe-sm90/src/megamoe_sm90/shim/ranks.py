@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 PROVED_RANKS = 1
 """Most ranks that these kernels have run on and been checked; a plan for more is refused."""
 
+_STAGE_BYTES = 256 << 20
 _MEMORY = ("table", "place", "row_route", "pool", "pool_scale", "mid", "mid_scale", "stage")
 _FULL_TILE_ROWS = 64
 _RING_BYTES = 256 << 20
 RINGS = (0, LEAST_RING, AHEAD, 8, 16, 32, 64, 128)
 """Sizes of the ring that can be asked for, see ``ring`` of :class:`Choice`."""
+STAGES = (0, 50, 100, 125, 150, 200, 300, 400, 800)
+"""Sizes of the staging of FC2 rows that can be asked for, see ``stage`` of :class:`Choice`."""
 
 
 class Choice(NamedTuple):
@@ -43,6 +46,9 @@ class Choice(NamedTuple):
         combine: what returns to the source of a token, one of ``COMBINES`` of megamoe.device.wire.
         wire: how it is written, one of ``WIRES`` there.
         pdl: launches may begin while the one before them on the stream ends.
+        stage: with ``combine`` at ``"grouped"``, how many FC2 rows can wait for their groups, in percent of what ``max_tokens`` bring to a
+            rank on average, and a block more for every expert. Launches that bring more return row by row. Else 125, or what 256 MiB hold
+            where that is more.
     """
 
     tile: int | None = None
@@ -50,6 +56,7 @@ class Choice(NamedTuple):
     combine: str = COMBINES[0]
     wire: str = WIRES[0]
     pdl: bool = False
+    stage: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ class RanksVariant:
             pdl=choice.pdl,
             delays=delays,
         )
-        config = replace(config, ring=ring_of(config) if choice.ring is None else choice.ring)
+        config = replace(config, ring=ring_of(config) if choice.ring is None else choice.ring, stage=stage_of(config, choice.stage))
         return cls(config, physical, operands.sms)
 
     def request(self, arch: str | None = None) -> KernelRequest:
@@ -128,6 +135,14 @@ def ring_of(config: RanksConfig) -> int:
     """Groups of the ring where the plan does not say, see :class:`Choice`."""
     row = (config.hidden + config.intermediate) * config.element + (4 * (config.kb1 + config.kb2) if config.block_scales else 0)
     return int(max(AHEAD, _RING_BYTES // (config.group * config.tile_m * row)))
+
+
+def stage_of(config: RanksConfig, percent: int | None) -> int:
+    """Blocks of FC2 rows that can wait for their groups, see :class:`Choice`."""
+    if percent == 0:
+        return 0
+    blocks = -(-config.most * (percent or 125) // (100 * config.tile_m)) + config.experts
+    return int(blocks if percent else max(blocks, _STAGE_BYTES // (config.tile_m * config.hidden * 2)))
 
 
 class RanksMemory:
