@@ -28,17 +28,19 @@ from megamoe.testing.trial import Inputs, make_trial
 from megamoe_sm90 import ranks_plan
 from megamoe_sm90.backend import Sm90Backend
 from megamoe_sm90.ranks_session import Sm90RanksSession
-from megamoe_sm90.shim.knobs import AUTO, SPACE
 from megamoe_sm90.shim.variants import SMS, Operands
 
 BACKEND = Sm90Backend()
 FORMATS = ("fp8_block128", "bf16", "fp8_tensor", "fp8_tensor_e5m2")
 PINNED = {"order": "native", "native_tile": 128, "native_rows": "pool"}
-_VALUES = {knob.name: knob.values for knob in SPACE.knobs}
-MODES = [mode for mode in _VALUES.get("combine", ("routes",)) if mode != AUTO]
+MODES = ["grouped", "routes"]
 """How routes of a token come together: ``routes`` has the bits of one rank."""
-NARROW = ["mxfp8"] if "mxfp8" in _VALUES.get("wire", ()) else []
+FEWER_BITS = ["mxfp8"]
 """Grouped results that return in fewer bits than the layer's own rounding has."""
+NO_ROOM = ["alone"]
+"""Grouped results whose rows find no room to wait in, so that each returns by itself."""
+_KNOBS = {"grouped": {"combine": "grouped"}, "routes": {"combine": "routes"}, "mxfp8": {"combine": "grouped", "wire": "mxfp8"}}
+_KNOBS["alone"] = {"combine": "grouped", "stage": 0}
 
 
 def problem_of(format="fp8_block128", **more):
@@ -46,12 +48,7 @@ def problem_of(format="fp8_block128", **more):
 
 
 def plan_of(problem, ranks, mode):
-    knobs = {"native_tile": 128}
-    if mode in NARROW:
-        knobs |= {"combine": "grouped", "wire": mode}
-    elif "combine" in _VALUES:
-        knobs |= {"combine": mode}
-    return BACKEND.plan(problem, ranks=ranks, knobs=knobs)
+    return BACKEND.plan(problem, ranks=ranks, knobs={"native_tile": 128, **_KNOBS[mode]})
 
 
 def kernels(problem, ranks, mode, delays):
@@ -73,7 +70,9 @@ def compile_one(arguments):
 
 def compile_all():
     """Most kernels, side by side, before any rank waits for another one's compiler. Needs no GPU."""
-    wanted = [(problem_of(format), ranks, mode, False) for mode in (*MODES, *NARROW) for ranks in (1, 2, 4) for format in FORMATS]
+    wanted = [
+        (problem_of(format), ranks, mode, False) for mode in (*MODES, *FEWER_BITS, *NO_ROOM) for ranks in (1, 2, 4) for format in FORMATS
+    ]
     wanted += [(problem_of(), ranks, mode, delays) for mode in MODES for ranks, delays in ((8, False), (2, True), (4, True))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(env.TEST_RANKS.name, "1")
@@ -140,7 +139,7 @@ class Opened:
 
     def judged(self, inputs, out):
         """What the oracle and one rank's bits say against a result; all ranks ask."""
-        wire = self.mode if self.mode in NARROW else "bf16"
+        wire = self.mode if self.mode in FEWER_BITS else "bf16"
         verdict = oracle.judge(out, oracle.compute(self.problem, self.trial.weights, *inputs), format=self.problem.format, wire=wire)
         return "; ".join(filter(None, ("" if verdict.ok else verdict.text, self.other_bits(inputs, out))))
 

@@ -46,11 +46,6 @@ def go_through(problem, ranks, only, **more):
     return wrong
 
 
-def combined(mode):
-    """How results return, where there is a choice."""
-    return {"combine": mode} if len(MODES) > 1 else {}
-
-
 def wrong_of(found):
     return {case: what for case, what in found.items() if what}
 
@@ -58,7 +53,7 @@ def wrong_of(found):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_routings(ranks, mode):
-    found = go_through(problem_of(), ranks, ("masked", "one expert", "all to rank 1"), delays=True, **combined(mode))
+    found = go_through(problem_of(), ranks, ("masked", "one expert", "all to rank 1"), delays=True, combine=mode)
     assert wrong_of(found) == {}
     assert len(found) == 36
 
@@ -67,7 +62,7 @@ def test_routings(ranks, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_placements(name, mode):
     problem = cases.placed(problem_of(top_k=6), cases.placements(8, 4)[name])
-    found = go_through(problem, 4, ("masked",), **combined(mode))
+    found = go_through(problem, 4, ("masked",), combine=mode)
     assert wrong_of(found) == {}
     assert len(found) == 12
 

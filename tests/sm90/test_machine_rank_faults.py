@@ -22,7 +22,7 @@ from megamoe.testing import routing
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the machine needs a C++ compiler (g++ or clang++)")
 
-USUAL = {"combine": MODES[0]} if len(MODES) > 1 else {}
+USUAL = {"combine": MODES[0]}
 """How results return unless somebody chooses."""
 LATE = int(1.5e9 * DEADLINE)
 

@@ -52,13 +52,13 @@ def wrong_of(found):
 
 
 @pytest.mark.parametrize("ranks", [on(2), on(4), on(8)])
-@pytest.mark.parametrize("mode", [*work.MODES, *work.NARROW])
+@pytest.mark.parametrize("mode", [*work.MODES, *work.FEWER_BITS, *work.NO_ROOM])
 def test_one_launch(ranks, mode):
     assert run(work.one_launch, ranks, mode, limit=60.0) == [("", 0)] * ranks
 
 
 @pytest.mark.parametrize("ranks", [on(2), on(4)])
-@pytest.mark.parametrize("mode", [*work.MODES, *work.NARROW])
+@pytest.mark.parametrize("mode", [*work.MODES, *work.FEWER_BITS, *work.NO_ROOM])
 def test_every_routing_in_the_first_format(ranks, mode):
     for wrong, extra in run(work.routings, ranks, work.FORMATS[:1], mode, ()):
         assert wrong_of(wrong) == {}
