@@ -35,8 +35,16 @@ def test_equal_problems_hash_alike_and_survive_pickling():
 @pytest.mark.parametrize("name", ["experts", "top_k", "hidden", "intermediate", "max_tokens"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, "8", None, True, math.nan])
 def test_sizes_are_whole_numbers_of_at_least_one(name, value):
-    with pytest.raises(InvalidInput, match=rf"{name}={value!r}; allowed: a whole number of at least 1.* Fix: "):
+    allowed = "from 1 to 65536" if name == "experts" else "of at least 1"
+    with pytest.raises(InvalidInput, match=rf"{name}={value!r}; allowed: a whole number {allowed}.* Fix: "):
         problem(**{name: value})
+
+
+def test_so_many_experts_that_listing_them_would_fill_the_memory():
+    assert problem(experts=65536).experts == 65536
+    for experts in (65537, 2**33, 10**30):
+        with pytest.raises(InvalidInput, match=rf"experts={experts}; allowed: a whole number from 1 to 65536"):
+            problem(experts=experts)
 
 
 @pytest.mark.parametrize("top_k", [1, 6, 8, 10, 16, 32])
@@ -107,9 +115,9 @@ def test_even_placement_holds_every_expert_once_in_order(experts, ranks):
     assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize(("experts", "ranks"), [(8, 0), (8, -1), (0, 2), (8, 1.5)])
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 0), (8, -1), (0, 2), (8, 1.5), (8, 2**33), (2**33, 8)])
 def test_even_placement_needs_whole_numbers(experts, ranks):
-    with pytest.raises(InvalidInput, match="allowed: a whole number of at least 1"):
+    with pytest.raises(InvalidInput, match="allowed: a whole number from 1 to 65536"):
         Placement.even(experts, ranks)
 
 

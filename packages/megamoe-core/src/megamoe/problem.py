@@ -16,6 +16,8 @@ from megamoe.formats import describe
 from megamoe.protocol import Reason
 
 MAX_TOP_K = 32
+MAX_EXPERTS = 1 << 16
+"""More than 72 ranks hold with 512 experts each; placements list experts and ranks one by one."""
 _COUNT = "a whole number of at least 1"
 _RANKS_HINT = "pass the size of the expert-parallel group"
 _LARGEST = (2 - 2.0**-23) * 2.0**127
@@ -97,9 +99,9 @@ class Placement:
         """Contiguous experts, as equally as they divide: the first ``experts % ranks`` ranks hold one more.
 
         Raises:
-            InvalidInput: fewer than one expert or rank.
+            InvalidInput: fewer than one expert or rank, or more than 65536.
         """
-        experts, ranks = _positive("experts", experts), _positive("ranks", ranks, hint=_RANKS_HINT)
+        experts, ranks = _positive("experts", experts, MAX_EXPERTS), _positive("ranks", ranks, MAX_EXPERTS, hint=_RANKS_HINT)
         share, rest = divmod(experts, ranks)
         starts = [r * share + min(r, rest) for r in range(ranks + 1)]
         return cls(tuple(tuple(range(a, b)) for a, b in pairwise(starts)))
@@ -143,7 +145,7 @@ class MoEProblem:
     """One MoE layer. Immutable and hashable; equal on all ranks.
 
     Attributes:
-        experts: logical experts in the whole layer (not per rank), 1 or more.
+        experts: logical experts in the whole layer (not per rank), 1 to 65536.
         top_k: routes per token, 1 to 32 and at most ``experts``.
         hidden: width of a token, 1 or more.
         intermediate: width after the activation; FC1 has ``2 * intermediate`` rows, gate rows first.
@@ -173,7 +175,8 @@ class MoEProblem:
 
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "hidden", "intermediate", "max_tokens"):
-            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+            most = MAX_EXPERTS if name == "experts" else None
+            object.__setattr__(self, name, _positive(name, getattr(self, name), most))
         if self.top_k > MAX_TOP_K or self.top_k > self.experts:
             raise InvalidInput(
                 f"top_k={self.top_k} with experts={self.experts}; allowed: 1 to min({MAX_TOP_K}, experts).",
@@ -246,9 +249,10 @@ class MoEProblem:
         return self.placement or Placement.even(self.experts, ranks)
 
 
-def _positive(name: str, value: object, *, hint: str = "") -> int:
-    if not _is_count(value):
-        raise InvalidInput(f"{name}={value!r}; allowed: {_COUNT}.", hint=hint or f"check {name} in the model's configuration")
+def _positive(name: str, value: object, most: int | None = None, *, hint: str = "") -> int:
+    if not _is_count(value) or (most is not None and int(value) > most):
+        allowed = _COUNT if most is None else f"a whole number from 1 to {most}"
+        raise InvalidInput(f"{name}={value!r}; allowed: {allowed}.", hint=hint or f"check {name} in the model's configuration")
     return int(value)
 
 
