@@ -1,5 +1,6 @@
 """The oracle itself: rounding against exhaustive tables and hand-computed cases, the layer against loops over scalars, and the judge."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -313,6 +314,56 @@ def test_bound_covers_sums_that_differ_in_their_last_bits(format, inter, monkeyp
     assert oracle.judge(torch.from_numpy(moved.value).bfloat16(), exact, format=format).ok
 
 
+def test_distance_to_the_edge_between_two_codes():
+    """Of E5M2, neighbours of 1 are 0.875 and 1.25; of E4M3 the largest, 448, saturates everything above it."""
+    values = np.array([[1.0, 1.1, 1.125, 1.2, -0.9, 0.94]])
+    edges = [[0.0625, 0.025, 0, 0.075, 0.0375, 0.0025]]
+    away, apart = numbers.distance_to_edge("fp8_tensor_e5m2", numbers.quantize_activations("fp8_tensor_e5m2", values, 1.0), values)
+    np.testing.assert_allclose(away, edges, atol=1e-7)
+    np.testing.assert_allclose(apart, [[0.125, 0.25, 0.25, 0.25, 0.125, 0.125]])
+    far = np.array([[1000.0, 0.0]])
+    away, _ = numbers.distance_to_edge("fp8_tensor", numbers.quantize_activations("fp8_tensor", far, 1.0), far)
+    assert away[0, 0] > 500
+    assert away[0, 1] == 2.0**-10
+
+
+@pytest.mark.parametrize(("tokens", "seed", "weight"), [(1, 4, "early"), (9, 2, "late")])
+def test_a_value_at_the_edge_between_two_codes_is_no_error_of_few_tokens(tokens, seed, weight, monkeypatch):
+    """Both were seen on an H200, whose sums in FP8 differ from float64 by about 2^-14 of their spread: errors of 0.085 and 0.026."""
+    p = megamoe.MoEProblem(8, 3, 256, 256, 48, "fp8_tensor_e5m2", routing_weight=weight)
+    weights, inputs = make_trial(p, tokens=0, seed=1).weights, make_trial(p, tokens=tokens, seed=seed).inputs[0]
+    exact, noise = oracle.compute(p, weights, *inputs), np.random.default_rng(0)
+    activate, seen = oracle._activate, []
+    for _ in range(40):
+        with monkeypatch.context() as patch:
+            patch.setattr(oracle, "_activate", lambda p, fc1: activate(p, fc1 + 2.0**-14 * noise.standard_normal(fc1.shape)))
+            moved = oracle.compute(p, weights, *inputs)
+        verdict = oracle.judge(torch.from_numpy(moved.value).bfloat16(), exact, format=p.format)
+        assert verdict.ok, verdict.text
+        seen.append(verdict.rel_l2)
+    assert min(seen) < 0.01 < max(seen)
+    # No excuse for an error that is not of this kind.
+    assert not oracle.judge(exact.value + 2 * exact.edge / exact.value.size**0.5, exact, format=p.format)
+
+
+def test_among_many_tokens_one_value_excuses_nothing():
+    p = problem("fp8_block128", experts=4, top_k=2, hidden=256, intermediate=256)
+    trial = make_trial(p, tokens=64)
+    exact = oracle.compute(p, trial.weights, *trial.inputs[0])
+    assert 0 < exact.edge < 0.004 * np.linalg.norm(exact.value)
+    assert not oracle.judge(exact.value * 1.011, exact, format=p.format)
+
+
+def test_experts_kept_for_many_calls_give_the_same():
+    p = problem("mxfp8", hidden=256)
+    weights, x, ids, topk_weights = operands(p)
+    kept = oracle.Experts(p.format, weights)
+    for _ in range(2):
+        one, other = (oracle.compute(p, given, x, ids, topk_weights) for given in (weights, kept))
+        for name in ("value", "bound", "crossing", "edge"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantized_operands_give_the_same_as_bf16_ones(format):
     """Handing over the oracle's own codes and scales as torch tensors is handing over the bf16 they came from."""
@@ -485,14 +536,14 @@ def test_judge_wants_nan_where_the_oracle_has_it(judged):
     result, out = judged
     value = result.value.copy()
     value[2] = np.nan
-    with_nan = oracle.OracleResult(value, result.bound, result.crossing)
+    with_nan = dataclasses.replace(result, value=value)
     assert not oracle.judge(out, with_nan, format="mxfp8")
     out[2] = math.inf
     assert oracle.judge(out, with_nan, format="mxfp8")
 
 
 def test_judge_rows_without_route_must_be_zero():
-    result = oracle.OracleResult(np.zeros((2, 4)), np.full((2, 4), 2.0**-126), np.zeros((2, 4)))
+    result = oracle.OracleResult(np.zeros((2, 4)), np.full((2, 4), 2.0**-126), np.zeros((2, 4)), 0.0)
     assert oracle.judge(torch.zeros(2, 4), result, format="bf16").rel_l2 == 0
     assert not oracle.judge(torch.full((2, 4), 1e-6), result, format="bf16")
 

@@ -32,6 +32,15 @@ def networks(rank):
     return [os.environ[name] for name in names]
 
 
+def threads(rank):
+    """Threads that torch takes, and those that numpy started."""
+    before = len(os.listdir("/proc/self/task"))
+    import numpy as np
+
+    np.ones((500, 500)) @ np.ones((500, 500))
+    return torch.get_num_threads(), len(os.listdir("/proc/self/task")) - before
+
+
 def raises(rank):
     if rank == 1:
         raise KeyError("from rank one")
@@ -110,6 +119,18 @@ def test_ranks_of_one_machine_need_no_network_unless_the_user_says_otherwise(mon
     assert transport == "none"
     assert second == [one, two, transport]
     assert launch(networks, 1, env={"NVSHMEM_REMOTE_TRANSPORT": "ibrc"}) == [[one, two, "ibrc"]]
+
+
+def test_ranks_share_the_cores_unless_the_user_says_otherwise():
+    """Threads of numpy are decided when it is loaded, so by the first launch of a process."""
+    for given, threads in (({}, max(1, os.cpu_count() // 2)), ({"OMP_NUM_THREADS": "2"}, 2)):
+        env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | given
+        code = "from tests.ranks import test_launcher as here; print(here.launch(here.threads, 2))"
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, check=True, timeout=100
+        )
+        started = min(int(given.get("OMP_NUM_THREADS", 1)), os.cpu_count()) - 1
+        assert ran.stdout.strip() == str([(threads, started)] * 2)
 
 
 def test_an_exception_comes_with_its_traceback():

@@ -47,6 +47,10 @@ def problem_of(format="fp8_block128", **more):
     return MoEProblem(**{"experts": 16, "top_k": 4, "hidden": 512, "intermediate": 256, "max_tokens": 48, "format": format, **more})
 
 
+def wire_of(mode):
+    return mode if mode in FEWER_BITS else "bf16"
+
+
 def plan_of(problem, ranks, mode):
     return BACKEND.plan(problem, ranks=ranks, knobs={"native_tile": 128, **_KNOBS[mode]})
 
@@ -92,6 +96,7 @@ class Opened:
         ours = Group.of(self.handle)
         self.rank, self.ranks, self.problem, self.mode = ours.rank, ours.size, problem, mode
         self.trial = make_trial(problem, ranks=self.ranks, seed=seed)
+        self.experts = oracle.Experts(problem.format, self.trial.weights)
         plan = plan_of(problem, self.ranks, mode)
         packed = BACKEND.prepare_weights(plan, self.trial.local_weights(self.rank, self.device))
         self.single = self.in_turn(self._single)
@@ -139,8 +144,8 @@ class Opened:
 
     def judged(self, inputs, out):
         """What the oracle and one rank's bits say against a result; all ranks ask."""
-        wire = self.mode if self.mode in FEWER_BITS else "bf16"
-        verdict = oracle.judge(out, oracle.compute(self.problem, self.trial.weights, *inputs), format=self.problem.format, wire=wire)
+        want = oracle.compute(self.problem, self.experts, *inputs)
+        verdict = oracle.judge(out, want, format=self.problem.format, wire=wire_of(self.mode))
         return "; ".join(filter(None, ("" if verdict.ok else verdict.text, self.other_bits(inputs, out))))
 
     def extra_exchanges(self):
@@ -182,7 +187,8 @@ def routings(rank, formats, mode, only):
             return opened.other_bits(inputs, out) if repeats else "the second turn gave other bits"
 
         for turn in range(1 + (format == formats[0])):
-            found = cases.go_through(opened.session, opened.trial, opened.rank, opened.device, only=only, also=also)
+            where = opened.session, opened.trial, opened.rank, opened.device
+            found = cases.go_through(*where, only=only, wire=wire_of(mode), also=also)
             wrong |= {f"{format}, turn {turn}, {case}": what for case, what in found.items()}
         extra.append(opened.extra_exchanges())
         opened.close()

@@ -89,8 +89,9 @@ def _point(sweep: Sweep, case: Case, tokens: int, runners: Mapping[str, Runner],
     generator = torch.Generator(device="cuda").manual_seed(tokens)
     sets = input_sets(shape, format, tokens, sweep.routing, weights, generator)
     launches = _launches(runners, sets)
+    experts = oracle.Experts(format, weights)  # of this point alone: of all tokens they would fill the memory
     errors = [
-        check(name, launches[name][0], sets[0], operands, problem, weights, sweep.check_tokens)
+        check(name, launches[name][0], sets[0], operands, problem, experts, sweep.check_tokens)
         for name in launches
         if (operands := runners[name].operands(sets[0])) is not None
     ]
@@ -161,7 +162,7 @@ def check(
     inputs: Inputs,
     operands: tuple[torch.Tensor, torch.Tensor | None],
     problem: MoEProblem,
-    weights: ExpertWeights,
+    experts: oracle.Experts,
     most: int,
 ) -> float | None:
     """Run once into a poisoned output and let the oracle recompute ``most`` tokens, spread evenly.
@@ -184,7 +185,7 @@ def check(
         return None
     index = torch.linspace(0, inputs.x.shape[0] - 1, count, device=inputs.x.device).round().long()
     x, scale = operands
-    want = oracle.compute(problem, weights, x[index], inputs.ids[index], inputs.weights[index], None if scale is None else scale[index])
+    want = oracle.compute(problem, experts, x[index], inputs.ids[index], inputs.weights[index], None if scale is None else scale[index])
     verdict = oracle.judge(inputs.out[index], want, format=problem.format)
     if not verdict.ok:
         raise MegaMoEError(f"{where}: {verdict.text}.", hint="megamoe check")

@@ -66,20 +66,22 @@ def _tried(backend: Tunable, shape: Shape, args: argparse.Namespace) -> Iterator
     import torch
 
     from megamoe.bench import points, timing, workloads
+    from megamoe.testing import oracle
     from megamoe.tune.search import Candidate, candidates, search
 
     weights = workloads.make_weights(shape, args.format, torch.Generator(device="cuda").manual_seed(0))
     for tokens in args.tokens:
         generator = torch.Generator(device="cuda").manual_seed(tokens)
         sets = points.input_sets(shape, args.format, tokens, args.routing, weights, generator)
+        experts = oracle.Experts(args.format, weights)
 
-        def measure(candidate: Candidate, sets: list[workloads.Inputs] = sets) -> float:
+        def measure(candidate: Candidate, sets: list[workloads.Inputs] = sets, experts: oracle.Experts = experts) -> float:
             plan = candidate.plan
             with backend.open_session(plan, backend.prepare_weights(plan, weights)) as session:
                 run = session.run
                 calls = [lambda i=i: run(i.data, i.ids, i.weights, x_scale=i.scale, out=i.out) for i in sets]
                 first = sets[0]
-                points.check(candidate.kernel, calls[0], first, (first.data, first.scale), plan.problem, weights, 1)
+                points.check(candidate.kernel, calls[0], first, (first.data, first.scale), plan.problem, experts, 1)
                 return timing.measure({candidate.kernel: calls})[candidate.kernel].ms
 
         yield tokens, list(search(candidates(backend, shape.problem(tokens, args.format), tokens, knobs_of(args)), measure))

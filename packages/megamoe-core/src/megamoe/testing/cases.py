@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megamoe.problem import MoEProblem, Placement
-from megamoe.testing import routing
+from megamoe.testing import oracle, routing
 from megamoe.testing.trial import Inputs, Trial
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def go_through(
     *,
     only: Sequence[str] = (),
     seed: int = 0,
+    wire: str = "bf16",
     also: Also = lambda case, inputs, out: "",
 ) -> dict[str, str]:
     """Every case through a session. Collective.
@@ -138,6 +139,7 @@ def go_through(
         device: where the session computes.
         only: names of the patterns to take; none takes all.
         seed: of the routes.
+        wire: how results cross between ranks, see :func:`megamoe.testing.oracle.judge`.
         also: what else to check; called on every rank, also with no tokens.
 
     Returns:
@@ -146,6 +148,7 @@ def go_through(
     import torch
 
     generator, wrong = torch.Generator().manual_seed(seed), {}
+    experts = oracle.Experts(trial.problem.format, trial.weights)
     for number, case in enumerate(cases(trial.problem, trial.ranks, only)):
         everyone = [case.pattern(trial.problem, tokens, generator) for tokens in case.tokens]
         mine, ids = trial.inputs[rank].rows(torch.arange(case.tokens[rank])), everyone[rank]
@@ -154,8 +157,8 @@ def go_through(
         given = Inputs(mine.x, ids if number % 2 else ids.to(torch.int32), unread).to(device)
         out = torch.full_like(given.x, float("nan"))
         session.run(*given, out=out)
-        part = replace(trial, inputs=(mine._replace(topk_ids=ids),))
-        verdict = part.judge(0, out)
+        right = oracle.compute(trial.problem, experts, mine.x, ids, mine.topk_weights)
+        verdict = oracle.judge(out, right, format=trial.problem.format, wire=wire)
         found = [] if verdict else [verdict.text]
         if out[(given.topk_ids < 0).all(dim=1)].any():
             found.append("a row without routes is not zero")

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ _ON_ONE_MACHINE = {
 }
 """Ranks of one machine meet on its loopback interface, whatever networks there are, and reach each other by loads and stores alone. Set
 where the user has not set another value."""
+
+_THREADS = "OMP_NUM_THREADS"
 
 _GRACE_S = 5.0
 """How long the other ranks may go on after one has failed: long enough to report errors that follow from it."""
@@ -79,6 +82,7 @@ class _Job:
     backend: str
     timeout: float
     end: float
+    threads: int
     env: Mapping[str, str]
     folder: str
 
@@ -119,8 +123,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Loaded once in the server that all ranks are forked from, instead of once a rank.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.launcher.api"])
+    _start_server()
     with tempfile.TemporaryDirectory(prefix="megamoe-ranks-") as folder, _quiet(), _signals_given_back():
         job = _Job(
             module=function.__module__,
@@ -131,6 +134,7 @@ def launch(
             backend=backend,
             timeout=timeout,
             end=time.time() + timeout,
+            threads=0 if _THREADS in os.environ else max(1, (os.cpu_count() or 1) // ranks),
             env=dict(env or {}),
             folder=folder,
         )
@@ -151,6 +155,22 @@ def launch(
         except ChildFailedError as error:
             raise _failure(job, error) from None
         return [pickle.loads(job.result(rank).read_bytes()) for rank in range(ranks)]
+
+
+def _start_server() -> None:
+    """The process that all ranks are forked from, with what takes long to load loaded once.
+
+    As torchrun has it, libraries start no threads of their own in the ranks unless the user says how many: numpy would take every core in
+    every rank, and they would be in each other's way.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["numpy", "torch.distributed.launcher.api"])
+    given = os.environ.get(_THREADS)
+    os.environ.setdefault(_THREADS, "1")
+    try:
+        forkserver.ensure_running()
+    finally:
+        if given is None:
+            del os.environ[_THREADS]
 
 
 @contextmanager
@@ -256,7 +276,8 @@ def _run(job: _Job, rank: int) -> Any:
             os.environ.setdefault(name, value.format(loopback=loopback))
     # A rank with little to do would leave while the others still connect to it.
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.ranks))
+    if job.threads:
+        torch.set_num_threads(job.threads)
     dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout))
     function = _load(job)
     for name in job.function.split("."):

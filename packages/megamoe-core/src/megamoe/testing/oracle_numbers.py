@@ -29,6 +29,8 @@ class Facts:
         rows: weight rows that share a scale.
         scale: element type of the block scales; empty for none.
         rel_l2: largest relative L2 error that a correct kernel shows.
+        sums: error of its sums over K, of the spread that such sums have. Tensor cores add FP8 products to about 14 bits, bf16 products in
+            float32; both with some room.
     """
 
     element: str
@@ -37,10 +39,11 @@ class Facts:
     rows: int = 1
     scale: str = ""
     rel_l2: float = 0.01
+    sums: float = 2.0**-12
 
 
 FACTS = {
-    "bf16": Facts("bf16", float(_F32_MAX), rel_l2=0.004),
+    "bf16": Facts("bf16", float(_F32_MAX), rel_l2=0.004, sums=2.0**-20),
     "fp8_tensor": Facts("e4m3", 448.0),
     "fp8_tensor_e5m2": Facts("e5m2", 57344.0),
     "fp8_block128": Facts("e4m3", 448.0, 128, 128, "f32"),
@@ -254,3 +257,15 @@ def step(format: str, codes: Codes) -> Floats:
     sign = 1 << top.bit_length()
     lower = np.minimum(codes.data & (sign - 1), top - 1)
     return dequantize(format, codes._replace(data=lower + 1)) - dequantize(format, codes._replace(data=lower))
+
+
+def distance_to_edge(format: str, codes: Codes, values: Floats) -> tuple[Floats, Floats]:
+    """For (N, K) values and their codes: how far each is from where its neighbouring code begins, and how far apart the two codes are.
+
+    The neighbour is the one on the value's side of its code; values that saturate are far from any edge.
+    """
+    magnitude = codes.data & ((1 << _LARGEST_CODE[FACTS[format].element].bit_length()) - 1)
+    below = codes._replace(data=np.maximum(magnitude, 1) - 1)
+    beyond = np.abs(values) - np.abs(dequantize(format, codes))
+    apart = np.where(beyond > 0, step(format, codes), step(format, below))
+    return np.abs(apart / 2 - np.abs(beyond)), apart
