@@ -327,11 +327,13 @@ def test_distance_to_the_edge_between_two_codes():
     assert away[0, 1] == 2.0**-10
 
 
-@pytest.mark.parametrize(("tokens", "seed", "weight"), [(1, 4, "early"), (9, 2, "late")])
-def test_a_value_at_the_edge_between_two_codes_is_no_error_of_few_tokens(tokens, seed, weight, monkeypatch):
-    """Both were seen on an H200, whose sums in FP8 differ from float64 by about 2^-14 of their spread: errors of 0.085 and 0.026."""
+@pytest.mark.parametrize(("tokens", "seed", "weight", "alike"), [(1, 4, "early", 0), (9, 2, "late", 0), (1, 101, "late", 5)])
+def test_a_value_at_the_edge_between_two_codes_is_no_error_of_few_tokens(tokens, seed, weight, alike, monkeypatch):
+    """Seen on an H200, whose sums in FP8 differ from float64 by about 2^-14 of their spread: errors of 0.085, 0.026 and 0.013."""
     p = megamoe.MoEProblem(8, 3, 256, 256, 48, "fp8_tensor_e5m2", routing_weight=weight)
     weights, inputs = make_trial(p, tokens=0, seed=1).weights, make_trial(p, tokens=tokens, seed=seed).inputs[0]
+    if alike:
+        inputs.topk_ids[:] = alike  # what happens to a value happens on every route of its token
     exact, noise = oracle.compute(p, weights, *inputs), np.random.default_rng(0)
     activate, seen = oracle._activate, []
     for _ in range(40):
@@ -346,12 +348,12 @@ def test_a_value_at_the_edge_between_two_codes_is_no_error_of_few_tokens(tokens,
     assert not oracle.judge(exact.value + 2 * exact.edge / exact.value.size**0.5, exact, format=p.format)
 
 
-def test_among_many_tokens_one_value_excuses_nothing():
+def test_among_many_tokens_values_at_an_edge_excuse_little():
     p = problem("fp8_block128", experts=4, top_k=2, hidden=256, intermediate=256)
     trial = make_trial(p, tokens=64)
     exact = oracle.compute(p, trial.weights, *trial.inputs[0])
-    assert 0 < exact.edge < 0.004 * np.linalg.norm(exact.value)
-    assert not oracle.judge(exact.value * 1.011, exact, format=p.format)
+    assert 0 < exact.edge < 0.008 * np.linalg.norm(exact.value)
+    assert not oracle.judge(exact.value * 1.013, exact, format=p.format)
 
 
 def test_experts_kept_for_many_calls_give_the_same():

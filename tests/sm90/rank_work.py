@@ -23,7 +23,7 @@ from megamoe.compile.obtain import obtain
 from megamoe.compile.store import Store
 from megamoe.ep.group import Group
 from megamoe.errors import InvalidInput, MegaMoEError
-from megamoe.testing import cases, oracle, routing
+from megamoe.testing import cases, mps, oracle, routing
 from megamoe.testing.trial import Inputs, make_trial
 from megamoe_sm90 import ranks_plan
 from megamoe_sm90.backend import Sm90Backend
@@ -389,6 +389,8 @@ def leaves(rank, mode, way, folder):
         if way in WAYS[2:]:
             opened.call(opened.inputs(8))  # in a kernel it waits for rank 0, which launches later
             time.sleep(0.1)
+            if torch.cuda.device_count() < opened.ranks:
+                mps.end_client(os.getpid())
         if way == "returns":
             return
         os.kill(os.getpid(), signal.SIGKILL)
