@@ -67,9 +67,9 @@ class OracleResult:
         crossing: (tokens, hidden) float64, how much the element may gain in error when a token's routes are summed in groups and each sum
             crosses as MXFP8. A group's sum is at most the sum of its routes' magnitudes, and groups only add up: so 2^-4 times the sum of
             the magnitudes of all its routes' rows, plus 2^-17 times the largest such sum in its block of 32 elements.
-        edge: how far the result moves, as L2 norm, when the values between FC1 and FC2 that are so close to the edge between two codes that
-            a correct kernel may hold either round to the other one: the root of the sum of the squares of their moves. Where there are few
-            tokens, or one has several routes to an expert, it can be most of the error.
+        edge: how far a token's result moves, as L2 norm, when its values between FC1 and FC2 that are so close to the edge between two
+            codes that a correct kernel may hold either round to the other one: the root of the sum of the squares of their moves, of the
+            token with the largest. Where there are few tokens it can be most of the error; among many it is little.
     """
 
     value: Floats
@@ -144,7 +144,7 @@ def compute(
     terms, steps, rows = np.zeros_like(total), np.zeros_like(total), np.zeros_like(total)
     routed = np.where((ids >= 0) & (ids < problem.experts), ids, -1)
     early = problem.routing_weight == "early"
-    edge = 0.0  # squared
+    edge = np.zeros(len(xs))  # squared
     with np.errstate(invalid="ignore", over="ignore"):
         for expert in np.unique(routed[routed >= 0]):
             token, slot = np.nonzero(routed == expert)
@@ -160,7 +160,7 @@ def compute(
             to_edge, move = distance_to_edge(problem.format, codes, exact * soon)
             moves = np.zeros((len(xs), problem.intermediate))  # of a token with several routes to this expert they come together
             np.add.at(moves, token, np.where(to_edge < reach, move, 0) * np.linalg.norm(w2, axis=0) * np.abs(late))
-            edge += float(np.square(np.nan_to_num(moves)).sum())
+            edge += np.square(np.nan_to_num(moves)).sum(axis=1)
             # add.at: one token may take several routes to the same expert.
             row = (mid @ w2.T + b2) * late
             np.add.at(total, token, row)
@@ -169,7 +169,7 @@ def compute(
             np.add.at(steps, token, widest[:, None] * np.abs(w2).max(axis=1, initial=0) * np.abs(late))
     padded = np.pad(rows, ((0, 0), (0, -problem.hidden % 32)))
     blocks = np.repeat(padded.reshape(len(rows), padded.shape[1] // 32, 32).max(axis=2, initial=0), 32, axis=1)[:, : problem.hidden]
-    return OracleResult(total, 2.0**-7 * terms + steps + _TINY, _MXFP8_STEP * rows + 2.0**-17 * blocks, edge**0.5)
+    return OracleResult(total, 2.0**-7 * terms + steps + _TINY, _MXFP8_STEP * rows + 2.0**-17 * blocks, float(edge.max(initial=0)) ** 0.5)
 
 
 def judge(out: Any, result: OracleResult, *, format: str, wire: str = "bf16") -> Judgement:

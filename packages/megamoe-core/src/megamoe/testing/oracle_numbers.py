@@ -42,7 +42,7 @@ class Facts:
     sums: float = 2.0**-20
 
 
-_FP8_SUMS = 2.0**-12
+_FP8_SUMS = 2.0**-11
 
 FACTS = {
     "bf16": Facts("bf16", float(_F32_MAX), rel_l2=0.004),
