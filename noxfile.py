@@ -228,7 +228,7 @@ def _gpu_session(arch: str) -> None:
         folders, marks = (("emulation",), " or emulated") if arch == "sm90" else ((), "")
         _pytest(session, *_tests("core", "ranks", *folders, *_existing(arch)), "-m", f"gpu or {arch}{marks}", environment="gpu")
         session.run("megamoe", "check", "--backend", arch)
-        session.run("megamoe", "check", "--backend", arch, "--ranks", "2", success_codes=[0, 3])  # 3: it refuses several ranks
+        session.run("megamoe", "check", "--backend", arch, "--ranks", "2", success_codes=[0, 3])  # 3: a backend may refuse several ranks
 
     on_gpu.__doc__ = f"The {arch} wheel of dist/ on a GPU of that architecture; fails when no GPU test ran."
 

@@ -16,13 +16,6 @@ exit {code}
 """
 
 
-SERVERS = """#!/bin/sh
-read command
-echo "$command" >> {log}
-if [ "$command" = get_server_list ]; then echo 321; echo 654; fi
-"""
-
-
 def gpus(count):
     devices = tuple(Device(i, "NVIDIA H200", f"GPU-{i}", (9, 0), 1 << 37) for i in range(count))
     return Gpus(devices, 0, "580.1", (13, 0), "")
@@ -55,17 +48,6 @@ def test_started_for_ranks_that_outnumber_the_gpus_and_ended(control, monkeypatc
         assert env.items() >= mps.SHARED.items()
     assert not Path(pipe).exists()
     assert [call.split() for call in control.calls()] == [["-d", pipe], ["quit", pipe]]
-
-
-def test_a_client_is_ended_by_the_service_it_works_under(control, monkeypatch, tmp_path):
-    control()
-    mps.end_client(17)
-    assert control.calls() == []  # no service runs
-    (tmp_path / "nobody").mkdir()
-    (tmp_path / "nobody" / "control").touch()
-    (tmp_path / "bin" / mps.CONTROL).write_text(SERVERS.format(log=tmp_path / "calls"))
-    mps.end_client(17)
-    assert control.calls() == ["get_server_list", "terminate_client 321 17", "terminate_client 654 17"]
 
 
 def test_ended_also_after_an_error(control, monkeypatch):

@@ -1,8 +1,10 @@
-"""The reference backend on several ranks over gloo. Processes cost more than cases, so every launch runs many; each case reports by name.
+"""The reference backend on several ranks over gloo, and over NCCL where there is a GPU. Processes cost more than cases, so every launch runs
+many; each case reports by name.
 
 Every rank makes the whole trial by itself (equal seeds, equal data) and judges its own output with the oracle.
 """
 
+import os
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -31,11 +33,11 @@ def problem(format="bf16", **changes):
 
 
 @contextmanager
-def opened(trial, group):
+def opened(trial, group, device="cpu"):
     """A session of this rank's share of a trial."""
     ours = Group.of(group)
     plan = BACKEND.plan(trial.problem, ranks=ours.size)
-    packed = BACKEND.prepare_weights(plan, trial.local_weights(ours.rank))
+    packed = BACKEND.prepare_weights(plan, trial.local_weights(ours.rank, device))
     with BACKEND.open_session(plan, packed, group) as s:
         yield s
 
@@ -94,6 +96,24 @@ def test_results_on_ranks(ranks):
     for rank, wrong in enumerate(launch(work, ranks)):
         assert {case: what for case, what in wrong.items() if what} == {}, f"rank {rank}"
         assert len(wrong) >= 5
+
+
+def over_nccl(rank):
+    """Some of those cases on GPUs. NCCL refuses two ranks of a host on one GPU, so ranks that share one name hosts of their own."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    if torch.cuda.device_count() < dist.get_world_size():
+        os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    trial = make_trial(problem("fp8_block128"), ranks=dist.get_world_size(), seed=71)
+    with opened(trial, dist.group.WORLD, device) as s:
+        return cases.go_through(s, trial, rank, device, only=["zipf", "masked", "one expert"])
+
+
+@pytest.mark.gpu
+def test_results_over_nccl():
+    for rank, wrong in enumerate(launch(over_nccl, 2, backend="cpu:gloo,cuda:nccl")):
+        assert {case: what for case, what in wrong.items() if what} == {}, f"rank {rank}"
+        assert len(wrong) >= 30
 
 
 # ---------------------------------------------------------------------------------------------------- groups

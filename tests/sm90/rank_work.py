@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -18,12 +19,12 @@ import torch
 import torch.distributed as dist
 from tests.ranks.groups import new_group
 
-from megamoe import MoEProblem, env
+from megamoe import MoEProblem
 from megamoe.compile.obtain import obtain
 from megamoe.compile.store import Store
 from megamoe.ep.group import Group
 from megamoe.errors import InvalidInput, MegaMoEError
-from megamoe.testing import cases, mps, oracle, routing
+from megamoe.testing import cases, oracle, routing
 from megamoe.testing.trial import Inputs, make_trial
 from megamoe_sm90 import ranks_plan
 from megamoe_sm90.backend import Sm90Backend
@@ -78,12 +79,10 @@ def compile_all():
         (problem_of(format), ranks, mode, False) for mode in (*MODES, *FEWER_BITS, *NO_ROOM) for ranks in (1, 2, 4) for format in FORMATS
     ]
     wanted += [(problem_of(), ranks, mode, delays) for mode in MODES for ranks, delays in ((8, False), (2, True), (4, True))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(env.TEST_RANKS.name, "1")
-        missing = [one for one in wanted if not all(Store().load(request.digest()) for request in kernels(*one))]
-        if missing:
-            with ProcessPoolExecutor(min(len(missing), os.cpu_count() or 1), get_context("spawn")) as pool:
-                list(pool.map(compile_one, missing))
+    missing = [one for one in wanted if not all(Store().load(request.digest()) for request in kernels(*one))]
+    if missing:
+        with ProcessPoolExecutor(min(len(missing), os.cpu_count() or 1), get_context("spawn")) as pool:
+            list(pool.map(compile_one, missing))
 
 
 class Opened:
@@ -160,6 +159,24 @@ class Opened:
 
 def same(one, other):
     return bool(torch.equal(one.view(torch.int16), other.view(torch.int16)))
+
+
+def many(rank, parts):
+    """Functions of this file one after the other, until one raises: {part: its result, or the traceback}; ``parts``: name -> (function,
+    its arguments)."""
+    done = {}
+    for part, (function, *arguments) in parts.items():
+        start = time.monotonic()
+        try:
+            done[part] = globals()[function](rank, *arguments)
+        except Exception:  # noqa: BLE001  the tests of the parts before it still count
+            done[part] = traceback.format_exc()
+            break
+        finally:
+            if rank == 0:
+                sys.stderr.write(f"{dist.get_world_size()} ranks, {part}: {time.monotonic() - start:.1f} s\n")
+                sys.stderr.flush()
+    return done
 
 
 # ---------------------------------------------------------------------------------------------------- right results
@@ -389,8 +406,6 @@ def leaves(rank, mode, way, folder):
         if way in WAYS[2:]:
             opened.call(opened.inputs(8))  # in a kernel it waits for rank 0, which launches later
             time.sleep(0.1)
-            if torch.cuda.device_count() < opened.ranks:
-                mps.end_client(os.getpid())
         if way == "returns":
             return
         os.kill(os.getpid(), signal.SIGKILL)

@@ -25,12 +25,13 @@ def proved(monkeypatch):
     monkeypatch.setenv("MEGAMOE_TEST_RANKS", "1")
 
 
-def test_several_ranks_are_refused_with_the_true_reason(monkeypatch):
+def test_more_ranks_than_have_been_proved_are_refused_with_the_true_reason(monkeypatch):
     monkeypatch.delenv("MEGAMOE_TEST_RANKS", raising=False)
-    (reason,) = BACKEND.supports(problem_of(), ranks=2).reasons
-    assert "no launch of it has been seen to complete on GPUs" in reason.text
-    with pytest.raises(UnsupportedProblem, match="2 ranks"):
-        BACKEND.plan(problem_of(), ranks=2)
+    assert BACKEND.supports(problem_of(), ranks=8)
+    (reason,) = BACKEND.supports(problem_of(), ranks=16).reasons
+    assert "16 ranks: on GPUs the kernel has been run on up to 8" in reason.text
+    with pytest.raises(UnsupportedProblem, match="16 ranks"):
+        BACKEND.plan(problem_of(), ranks=16)
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,8 @@ def reasons(problem: MoEProblem, ranks: int, most_experts: int) -> list[Reason]:
     if ranks > several.PROVED_RANKS and not env.allows_unproved_ranks():
         found.append(
             Reason(
-                f"{ranks} ranks: the kernel for several ranks has been run on a CPU that executes its code, but no launch of it has been "
-                "seen to complete on GPUs",
-                f"backend='reference' runs on several ranks, slowly; {env.TEST_RANKS.name}=1 runs these kernels, to prove them",
+                f"{ranks} ranks: on GPUs the kernel has been run on up to {several.PROVED_RANKS}, on more only on a CPU that executes it",
+                f"at most {several.PROVED_RANKS} ranks, or backend='reference', slowly; {env.TEST_RANKS.name}=1 runs it all the same",
             )
         )
     if ranks > wire.MOST_RANKS:

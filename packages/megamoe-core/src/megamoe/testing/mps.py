@@ -60,22 +60,7 @@ def serving(ranks: int) -> Iterator[dict[str, str]]:
             _control(places, command="quit", needed_for="ending it")
 
 
-def end_client(process: int) -> None:
-    """End what a process does on the GPU, before it is killed while its kernels run. Does nothing where the service does not run.
-
-    A process that is killed in a kernel takes the others along: their contexts report an illegal memory access, also those without a kernel
-    (H200, driver 580). This is the service's own way to end one process alone.
-
-    Raises:
-        BackendUnavailable: the service refuses.
-    """
-    if (env.mps_pipe() / "control").exists():
-        for server in _control({}, command="get_server_list", needed_for="ending a client").split():
-            _control({}, command=f"terminate_client {server} {process}", needed_for="ending a client")
-
-
-def _control(places: dict[str, str], *arguments: str, needed_for: str, command: str = "") -> str:
-    """Speak to the service; returns its answer."""
+def _control(places: dict[str, str], *arguments: str, needed_for: str, command: str = "") -> None:
     tool = shutil.which(CONTROL)
     if tool is None:
         raise BackendUnavailable(
@@ -91,4 +76,3 @@ def _control(places: dict[str, str], *arguments: str, needed_for: str, command: 
         problem = f"no answer in {_SECONDS} s"
     if problem:
         raise BackendUnavailable(f"{needed_for}: CUDA MPS failed: {problem}.", hint=f"run {CONTROL} {' '.join(arguments)} by hand")
-    return done.stdout
