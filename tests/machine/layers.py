@@ -16,7 +16,7 @@ import torch
 from megamoe import MoEProblem
 from megamoe.device import regions, wire
 from megamoe.formats import load
-from megamoe.testing import routing
+from megamoe.testing import oracle, routing
 from megamoe.testing.trial import Inputs, Trial, make_trial
 from megamoe_sm90.backend import Sm90Backend
 from megamoe_sm90.shim import launch as shim_launch
@@ -138,6 +138,7 @@ class OneRank:
     ) -> None:
         self.problem = problem
         self.trial = with_biases(make_trial(problem, tokens=tokens, seed=seed, pattern=pattern), biases)
+        self.experts = oracle.Experts(problem.format, self.trial.weights)
         plan = Sm90Backend().plan(problem)
         self.weights = Sm90Weights(plan, self.trial.local_weights(0))
         operands = Operands(quantized=quantized, sms=grid, **{name: True for name in biases})
@@ -163,7 +164,7 @@ class OneRank:
 
     def judge(self, inputs: Inputs, out: torch.Tensor) -> str:
         """What the oracle has against an output; empty when it is right."""
-        verdict = replace(self.trial, inputs=(inputs,)).judge(0, out)
+        verdict = oracle.judge(out, oracle.compute(self.problem, self.experts, *inputs), format=self.problem.format)
         return "" if verdict.ok else verdict.text
 
     def status(self) -> dict[str, int]:
@@ -207,6 +208,7 @@ class Ranks:
     ) -> None:
         self.problem, self.ranks = problem, ranks
         self.trial = with_biases(make_trial(problem, ranks=ranks, tokens=tokens, seed=seed, pattern=pattern), biases)
+        self.experts = oracle.Experts(problem.format, self.trial.weights)
         operands = Operands(quantized=quantized, sms=grid, **{name: True for name in biases})
         self.variant = several.RanksVariant.of(problem, ranks, several.Choice(tile, ring, combine, wire_format), operands, delays=delays)
         with pytest.MonkeyPatch.context() as patch:
@@ -243,8 +245,9 @@ class Ranks:
 
     def judge(self, inputs: Sequence[Inputs], outs: Sequence[torch.Tensor]) -> list[str]:
         """What the oracle has against every rank's output; empty when all are right."""
-        trial = replace(self.trial, inputs=tuple(inputs))
-        verdicts = [trial.judge(rank, out, wire=self.variant.config.wire) for rank, out in enumerate(outs)]
+        wanted = [oracle.compute(self.problem, self.experts, *each) for each in inputs]
+        how = {"format": self.problem.format, "wire": self.variant.config.wire}
+        verdicts = [oracle.judge(out, want, **how) for out, want in zip(outs, wanted, strict=True)]
         return [f"rank {rank}: {verdict.text}" for rank, verdict in enumerate(verdicts) if not verdict.ok]
 
     @property

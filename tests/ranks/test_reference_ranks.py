@@ -1,5 +1,5 @@
-"""The reference backend on several ranks over gloo, and over NCCL where there is a GPU. Processes cost more than cases, so every launch runs
-many; each case reports by name.
+"""The reference backend on several ranks over gloo, and over NCCL where there is a GPU. Processes cost more than cases, so every launch
+runs many; each case reports by name.
 
 Every rank makes the whole trial by itself (equal seeds, equal data) and judges its own output with the oracle.
 """

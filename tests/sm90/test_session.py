@@ -35,6 +35,7 @@ class Opened:
         if weights:
             self.trial = replace(self.trial, weights=replace(self.trial.weights, **weights(self.trial.weights)))
         self.problem = problem
+        self.experts = oracle.Experts(problem.format, self.trial.weights)
         self.plan = BACKEND.plan(problem, knobs=knobs)
         self.packed = BACKEND.prepare_weights(self.plan, self.trial.local_weights(0, "cuda"))
         self.session = BACKEND.open_session(self.plan, self.packed)
@@ -52,7 +53,9 @@ class Opened:
 
     def judge(self, out, inputs=None):
         inputs = inputs or self.inputs
-        verdict = oracle.judge(out, oracle.compute(self.problem, self.trial.weights, *inputs), format=self.problem.format)
+        if self.experts.weights is not self.trial.weights:
+            self.experts = oracle.Experts(self.problem.format, self.trial.weights)
+        verdict = oracle.judge(out, oracle.compute(self.problem, self.experts, *inputs), format=self.problem.format)
         assert verdict.ok, verdict.text
 
     def __enter__(self):
