@@ -33,10 +33,6 @@ LIMIT_MS = 20_000
 SMALL = {"tokens": 24, "experts": 4, "hidden": 512, "inter": 256}
 LARGE = {"tokens": 128, "experts": 16, "top_k": 4, "hidden": 2048, "inter": 512}
 """Layers that the CPU does, and that is timed on a GPU."""
-COUNTERS = (
-    *("l1_arrival_count", "expert_send_count", "grid_sync_counter", "nvlink_barrier_counter"),
-    *("fc1_done_counter", "fc2_done_counter", "atomic_counter", "load_balance_counter"),
-)
 
 
 @dataclass(frozen=True)

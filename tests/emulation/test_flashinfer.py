@@ -85,13 +85,14 @@ def test_no_output_is_wrong_when_operations_are_delayed(toolkit, flashinfer, tmp
     assert found["wrong"] == 0, found
 
 
-@pytest.mark.parametrize("where", ["machine", pytest.param("gpu", marks=pytest.mark.emulated)])
-def test_the_reported_fault_of_the_tile_of_128_tokens_shows(toolkit, flashinfer, tmp_path, where):
+def test_the_reported_fault_of_the_tile_of_128_tokens_shows(toolkit, flashinfer, tmp_path):
     """On hardware this tile gives wrong results, FlashInfer therefore does not choose it. Experts are padded to 64 rows, scales are laid
-    out for 128: experts whose rows begin halfway in such a block are wrong, the others right."""
-    found = run(flashinfer, tmp_path, where, "sm120 128 tokens")
+    out for 128: tensor copies for experts whose rows begin halfway in such a block read words that nothing orders behind their writer.
+
+    Not on a GPU: there it hangs on who is first (an H200 that emulated it gave no wrong output)."""
+    found = run(flashinfer, tmp_path, "machine", "sm120 128 tokens")
     assert found["wrong"] > 0
-    assert not found["error"] <= 0.05, "NaN on the machine, which poisons the scale words that nobody wrote"
+    assert not found["error"] <= 0.05, "NaN: what is read without that order arrives as poison"
     assert found["wrong_experts"]
     assert all(found["first_rows"][expert] % (2 * PADDING) == PADDING for expert in found["wrong_experts"]), found
 
