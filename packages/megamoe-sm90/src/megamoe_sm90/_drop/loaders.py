@@ -18,6 +18,7 @@ class Loaders:
 
     @property
     def slot_words(self):
+        """Words of a task: a multiple of 4, see `ring` of the kernel's storage."""
         return WORDS + self.c.tile_m
 
     @property

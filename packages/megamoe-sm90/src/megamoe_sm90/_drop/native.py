@@ -93,7 +93,8 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             s: cute.struct.Align[cute.struct.MemRange[Float32, c.scale_words * stages], 16]
             counts: cute.struct.MemRange[Int32, c.experts]
             base: cute.struct.MemRange[Int32, c.experts + 1]
-            ring: cute.struct.MemRange[Int32, c.task_slots * self.slot_words]
+            # Aligned: the compiler loads the first words of a task at once, and no word of the task before must come along with them.
+            ring: cute.struct.Align[cute.struct.MemRange[Int32, c.task_slots * self.slot_words], 16]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, c.tile_m], 16]
             amax: cute.struct.MemRange[Float32, 256]
             cursor: cute.struct.MemRange[Int32, 1]
