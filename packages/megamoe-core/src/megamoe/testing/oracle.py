@@ -16,6 +16,8 @@ Many calls with the same weights take ``oracle.Experts(problem.format, weights)`
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,9 @@ _MXFP8_STEP = 2.0**-4
 
 _MXFP8_RMS = 2.0**-3 / 12**0.5
 """Root mean square of that error where a value is uniform between two codes, at a power of two, where it is largest."""
+
+_THREADS = 8
+"""That recompute experts side by side."""
 
 _TINY = 2.0**-126
 """Absolute part of the bound: the smallest normal float32."""
@@ -99,7 +104,7 @@ class Judgement:
 
 
 class Experts:
-    """Experts as the layer uses them, in float64: recomputed from their operands when first asked for, and kept.
+    """Experts as the layer uses them, in float64: recomputed from their operands when first needed, and kept.
 
     Args:
         format: of the problem.
@@ -111,12 +116,14 @@ class Experts:
         self._format = format
         self._known: dict[tuple[str, int], Floats] = {}
 
-    def matrix(self, name: str, expert: int) -> Floats:
-        """One expert's ``w13`` or ``w2``, (N, K)."""
-        key = name, expert
-        if key not in self._known:
-            self._known[key] = expert_weight(self._format, self.weights, name, expert)
-        return self._known[key]
+    def matrices(self, wanted: Iterable[int]) -> list[tuple[Floats, Floats]]:
+        """``w13`` and ``w2`` of these experts, each (N, K)."""
+        experts = [int(expert) for expert in wanted]
+        missing = [(name, expert) for expert in experts for name in ("w13", "w2") if (name, expert) not in self._known]
+        with ThreadPoolExecutor(_THREADS) as pool:  # numpy lets go of the interpreter
+            found = pool.map(lambda key: expert_weight(self._format, self.weights, *key), missing)
+            self._known.update(zip(missing, found, strict=True))
+        return [(self._known["w13", expert], self._known["w2", expert]) for expert in experts]
 
 
 def compute(
@@ -146,10 +153,10 @@ def compute(
     early = problem.routing_weight == "early"
     edge = np.zeros(len(xs))  # squared
     with np.errstate(invalid="ignore", over="ignore"):
-        for expert in np.unique(routed[routed >= 0]):
+        named = np.unique(routed[routed >= 0])
+        for expert, (w13, w2) in zip(named, experts.matrices(named), strict=True):
             token, slot = np.nonzero(routed == expert)
             weight = route_weight[token, slot][:, None]
-            w13, w2 = (experts.matrix(name, expert) for name in ("w13", "w2"))
             b2 = _bias(weights.b2, expert)
             soon, late = (weight, 1.0) if early else (1.0, weight)
             fc1 = xs[token] @ w13.T + _bias(weights.b13, expert)
@@ -159,7 +166,7 @@ def compute(
             reach = _reach(problem, fc1, exact, xs[token], w13) * np.abs(soon)
             to_edge, move = distance_to_edge(problem.format, codes, exact * soon)
             moves = np.zeros((len(xs), problem.intermediate))  # of a token with several routes to this expert they come together
-            np.add.at(moves, token, np.where(to_edge < reach, move, 0) * np.linalg.norm(w2, axis=0) * np.abs(late))
+            np.add.at(moves, token, np.where(to_edge < reach, move, 0) * np.sqrt(np.einsum("nk,nk->k", w2, w2)) * np.abs(late))
             edge += np.square(np.nan_to_num(moves)).sum(axis=1)
             # add.at: one token may take several routes to the same expert.
             row = (mid @ w2.T + b2) * late
@@ -251,7 +258,7 @@ def _activate(problem: MoEProblem, fc1: Floats) -> Floats:
 
 def _reach(problem: MoEProblem, fc1: Floats, exact: Floats, x: Floats, w13: Floats) -> Floats:
     """How far a correct kernel's value behind the activation may be from ``exact``, since its sums of FC1 differ in their last bits."""
-    off = FACTS[problem.format].sums * np.outer(np.linalg.norm(x, axis=1), np.linalg.norm(w13, axis=1)) / x.shape[1] ** 0.5
+    off = FACTS[problem.format].sums * np.outer(np.linalg.norm(x, axis=1), np.sqrt(np.einsum("nk,nk->n", w13, w13))) / x.shape[1] ** 0.5
     gates = np.arange(fc1.shape[1]) < problem.intermediate
     by_gate, by_up = (np.abs(_activate(problem, fc1 + np.where(half, off, 0)) - exact) for half in (gates, ~gates))
     return by_gate + by_up

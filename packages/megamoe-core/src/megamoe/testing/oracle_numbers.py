@@ -244,9 +244,11 @@ def dequantize(format: str, codes: Codes, rows: int = 1) -> Floats:
     if codes.scale is not None:
         scale = decode(facts.scale, codes.scale) if facts.scale != "f32" else codes.scale.astype(np.float64)
         scale = np.repeat(scale, rows, axis=0)[: values.shape[0]] if rows > 1 else scale
+        # In place, here and below: an expert of a large layer has hundreds of megabytes.
         blocks = values.reshape(values.shape[0], values.shape[1] // facts.block, facts.block)
-        values = (blocks * scale[:, :, None]).reshape(values.shape)
-    return values * np.float64(codes.tensor)
+        blocks *= scale[:, :, None]
+    values *= np.float64(codes.tensor)
+    return values
 
 
 _LARGEST_CODE = {"bf16": 0x7F7F, "e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x7}
