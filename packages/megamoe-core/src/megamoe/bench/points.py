@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megamoe.bench.contestants import FROM_BF16, OURS, Case, Runner, open_contestant
 from megamoe.bench.results import Point, commit
 from megamoe.bench.timing import measure
+from megamoe.bench.turns import ALL_THE_TIME, Turns
 from megamoe.bench.workloads import Inputs, Shape, make_inputs, make_weights
 from megamoe.errors import MegaMoEError
 from megamoe.log import logger
@@ -53,9 +54,19 @@ class Sweep:
     knobs: Mapping[str, object] | None = None
     contestants: Sequence[str] = field(default=(OURS, FROM_BF16))
 
+    def place(self, point: Point) -> tuple[int, int, int]:
+        """For sorting: where a point comes in the sweep."""
+        names = [shape.name for shape in self.shapes]
+        return self.formats.index(point.format), names.index(point.shape), self.tokens.index(point.tokens)
 
-def run(sweep: Sweep, roof: Roof) -> Iterator[Point]:
+
+def run(sweep: Sweep, roof: Roof, turns: Turns = ALL_THE_TIME) -> Iterator[Point]:
     """Measure all points, shape by shape.
+
+    Args:
+        sweep: what to measure.
+        roof: the machine's limits.
+        turns: with other processes that measure on the same GPU.
 
     Raises:
         MegaMoEError: the oracle rejects an output, or the backend cannot run the problem. A peer that fails is a warning.
@@ -65,16 +76,18 @@ def run(sweep: Sweep, roof: Roof) -> Iterator[Point]:
     version = commit()
     for format in sweep.formats:
         for shape in sweep.shapes:
-            generator = torch.Generator(device="cuda").manual_seed(0)
-            weights = make_weights(shape, format, generator)
-            problem = shape.problem(sweep.max_tokens or max(sweep.tokens), format)
-            case = Case(shape, problem, weights, sweep.backend, sweep.knobs)
-            names = tuple(n for n in sweep.contestants if n != FROM_BF16 or format != "bf16")
-            runners = {name: open_contestant(name, case) for name in names}
-            runners |= {name: runner for name in sweep.against if (runner := _open_other(name, case)) is not None}
+            with turns.together():
+                generator = torch.Generator(device="cuda").manual_seed(0)
+                weights = make_weights(shape, format, generator)
+                problem = shape.problem(sweep.max_tokens or max(sweep.tokens), format)
+                case = Case(shape, problem, weights, sweep.backend, sweep.knobs)
+                names = tuple(n for n in sweep.contestants if n != FROM_BF16 or format != "bf16")
+                runners = {name: open_contestant(name, case) for name in names}
+                runners |= {name: runner for name in sweep.against if (runner := _open_other(name, case)) is not None}
+                torch.cuda.synchronize()
             try:
                 for tokens in sweep.tokens:
-                    yield _point(sweep, case, tokens, runners, roof, version)
+                    yield _point(sweep, case, tokens, runners, roof, turns, version)
             finally:
                 for runner in runners.values():
                     runner.close()
@@ -82,20 +95,18 @@ def run(sweep: Sweep, roof: Roof) -> Iterator[Point]:
                 torch.cuda.empty_cache()
 
 
-def _point(sweep: Sweep, case: Case, tokens: int, runners: Mapping[str, Runner], roof: Roof, version: str) -> Point:
+def _point(sweep: Sweep, case: Case, tokens: int, runners: Mapping[str, Runner], roof: Roof, turns: Turns, version: str) -> Point:
     import torch
 
-    shape, problem, weights, format = case.shape, case.problem, case.weights, case.problem.format
-    generator = torch.Generator(device="cuda").manual_seed(tokens)
-    sets = input_sets(shape, format, tokens, sweep.routing, weights, generator)
-    launches = _launches(runners, sets)
-    experts = oracle.Experts(format, weights)  # of this point alone: of all tokens they would fill the memory
-    errors = [
-        check(name, launches[name][0], sets[0], operands, problem, experts, sweep.check_tokens)
-        for name in launches
-        if (operands := runners[name].operands(sets[0])) is not None
-    ]
-    times = measure(launches, launches=sweep.launches, repeats=sweep.repeats, graph=sweep.graph)
+    shape, weights, format = case.shape, case.weights, case.problem.format
+    with turns.together():
+        generator = torch.Generator(device="cuda").manual_seed(tokens)
+        sets = input_sets(shape, format, tokens, sweep.routing, weights, generator)
+        launches = _launches(runners, sets)
+        errors = _errors(sweep, case, runners, launches, sets[0])
+        torch.cuda.synchronize()
+    with turns.alone():
+        times = measure(launches, launches=sweep.launches, repeats=sweep.repeats, graph=sweep.graph)
     ours = times[next(name for name in (OURS, FROM_BF16) if name in times)]
     others = {name: times[name].ms for name in times if name not in (OURS, FROM_BF16)}
     peer = next((name for name in others if name != "unfused"), None)
@@ -120,6 +131,19 @@ def _point(sweep: Sweep, case: Case, tokens: int, runners: Mapping[str, Runner],
         commit=version,
         detail={name: facts for name in times if (facts := runners[name].facts())},
     )
+
+
+def _errors(
+    sweep: Sweep, case: Case, runners: Mapping[str, Runner], launches: Mapping[str, list[Callable[[], object]]], inputs: Inputs
+) -> list[float | None]:
+    """What the oracle says of everyone whose arithmetic is the format's."""
+    problem = case.problem
+    experts = oracle.Experts(problem.format, case.weights)  # of this point alone: of all tokens they would fill the memory
+    return [
+        check(name, launches[name][0], inputs, operands, problem, experts, sweep.check_tokens)
+        for name in launches
+        if (operands := runners[name].operands(inputs)) is not None
+    ]
 
 
 def input_sets(shape: Shape, format: str, tokens: int, routing: str, weights: ExpertWeights, generator: torch.Generator) -> list[Inputs]:

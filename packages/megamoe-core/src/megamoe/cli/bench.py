@@ -6,7 +6,8 @@
   megamoe bench compare old.json new.json           exit code 1 when a point got slower
 
 Every point is checked by the oracle before it is timed. Times are medians of 5 repeats of 20 back-to-back launches between device events;
-contestants take turns, and inputs rotate where they would stay in L2.
+contestants take turns, and inputs rotate where they would stay in L2. With ``--jobs``, processes open sessions, compile peers and check
+side by side, and the GPU is one's alone while it measures.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="size of the session (default: the largest token count)")
     parser.add_argument("--measure-roof", action="store_true", help="measure this GPU's limits instead of taking an H200's")
     parser.add_argument("--output", type=Path, help="result file to write (JSON)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="processes that prepare side by side and measure in turn (default: 1)"
+    )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks, a process each; shapes are those of one (default: 1)")
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     plot = actions.add_parser("plot", help="draw a result file as SVG")
@@ -64,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     from megamoe.bench import contestants, results, workloads
 
     out = Output.of(args)
+    if args.jobs < 1:
+        raise InvalidInput(f"--jobs {args.jobs}; allowed: 1 or more.", hint="--jobs 8")
     if args.shapes == ["list"]:
         out.table(("shape", "experts", "top-k", "hidden", "intermediate"), [_shape_row(s) for s in workloads.SHAPES.values()])
         out.document("bench", {"shapes": list(workloads.SHAPES.values())})
@@ -72,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         require_gpu("bench")
     if args.ranks != 1:
         return _several(out, args)
-    from megamoe.bench import points, roof
+    from megamoe.bench import points, roof, side_by_side
     from megamoe.select import choose
 
     limits = roof.measure_roof() if args.measure_roof else roof.H200
@@ -95,8 +101,9 @@ def run(args: argparse.Namespace) -> int:
     environment = results.environment(limits.as_dict())
     measured: list[Point] = []
     with out.progress("measuring", total=len(shapes) * len(sweep.formats) * len(sweep.tokens)) as step:
-        for point in points.run(sweep, limits):
+        for point in points.run(sweep, limits) if args.jobs == 1 else side_by_side.measure(sweep, limits, args.jobs):
             measured.append(point)
+            measured.sort(key=sweep.place)
             step()
             if args.output:  # after every point: a run that is cut short keeps what it has
                 results.save(args.output, environment, measured)
@@ -110,6 +117,7 @@ def _several(out: Output, args: argparse.Namespace) -> int:
     from megamoe.bench import ranks, workloads
 
     given = {name: getattr(args, name) for name in ("against", "graph", "max_tokens", "measure_roof", "output")}
+    given["jobs"] = args.jobs != 1
     if unused := [f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, False)]:
         raise InvalidInput(
             f"--ranks {args.ranks} with {', '.join(unused)}; allowed with several ranks: --backend, --knob, --shapes, --tokens, --formats, "
