@@ -42,6 +42,10 @@ NO_ROOM = ["alone"]
 """Grouped results whose rows find no room to wait in, so that each returns by itself."""
 _KNOBS = {"grouped": {"combine": "grouped"}, "routes": {"combine": "routes"}, "mxfp8": {"combine": "grouped", "wire": "mxfp8"}}
 _KNOBS["alone"] = {"combine": "grouped", "stage": 0}
+OVERLAPPING = ["pdl"]
+"""Launches that may begin while the one before them ends."""
+_KNOBS["pdl"] = {"combine": "grouped", "pdl": True}
+PLAIN = [*MODES, *FEWER_BITS, *NO_ROOM]
 
 
 def problem_of(format="fp8_block128", **more):
@@ -75,9 +79,7 @@ def compile_one(arguments):
 
 def compile_all():
     """Most kernels, side by side, before any rank waits for another one's compiler. Needs no GPU."""
-    wanted = [
-        (problem_of(format), ranks, mode, False) for mode in (*MODES, *FEWER_BITS, *NO_ROOM) for ranks in (1, 2, 4) for format in FORMATS
-    ]
+    wanted = [(problem_of(format), ranks, mode, False) for mode in (*PLAIN, *OVERLAPPING) for ranks in (1, 2, 4) for format in FORMATS]
     wanted += [(problem_of(), ranks, mode, delays) for mode in MODES for ranks, delays in ((8, False), (2, True), (4, True))]
     missing = [one for one in wanted if not all(Store().load(request.digest()) for request in kernels(*one))]
     if missing:

@@ -19,7 +19,6 @@ from megamoe.testing.mps import serving
 
 pytestmark = [pytest.mark.sm90, pytest.mark.timeout(600)]  # the first test of a number of ranks waits for all of its parts
 
-EVERY = (*work.MODES, *work.FEWER_BITS, *work.NO_ROOM)
 SOME = ("zipf", "masked", "one expert")
 DEADLINE = 0.5
 """Of waits inside kernels, where they are meant to pass."""
@@ -28,16 +27,16 @@ MODES = pytest.mark.parametrize("mode", work.MODES)
 
 def parts_of(ranks):
     """What so many ranks do: name -> (name of a function of ``work``, its arguments)."""
-    parts = {f"one launch, {mode}": ("one_launch", mode) for mode in EVERY}
+    parts = {f"one launch, {mode}": ("one_launch", mode) for mode in work.PLAIN}
     if ranks == 8:
         return parts | {f"some routings, {mode}": ("routings", work.FORMATS[:1], mode, (*SOME, "all to rank 7")) for mode in work.MODES}
-    parts |= {f"every routing, {mode}": ("routings", work.FORMATS[:1], mode, ()) for mode in EVERY}
+    parts |= {f"every routing, {mode}": ("routings", work.FORMATS[:1], mode, ()) for mode in work.PLAIN}
     parts |= {f"other formats, {mode}": ("routings", work.FORMATS[1:], mode, SOME) for mode in work.MODES}
     parts |= {f"hot path, {mode}": ("hot_path", mode) for mode in work.MODES}
     if ranks == 4:
         parts |= {f"placements, {mode}": ("placements", mode) for mode in work.MODES}
         parts |= {f"smaller group, {mode}": ("smaller_group", mode) for mode in work.MODES}
-    return parts
+    return parts | {f"every routing, {mode}": ("routings", work.FORMATS[:1], mode, ()) for mode in work.OVERLAPPING}
 
 
 def on(ranks):
@@ -83,13 +82,13 @@ def wrong_of(found):
 
 
 @pytest.mark.parametrize("ranks", [on(2), on(4), on(8)])
-@pytest.mark.parametrize("mode", EVERY)
+@pytest.mark.parametrize("mode", work.PLAIN)
 def test_one_launch(done, ranks, mode):
     assert done(ranks, f"one launch, {mode}") == [("", 0)] * ranks
 
 
 @pytest.mark.parametrize("ranks", [on(2), on(4)])
-@pytest.mark.parametrize("mode", EVERY)
+@pytest.mark.parametrize("mode", [*work.PLAIN, *work.OVERLAPPING])
 def test_every_routing_in_the_first_format(done, ranks, mode):
     for wrong, extra in done(ranks, f"every routing, {mode}"):
         assert wrong_of(wrong) == {}
