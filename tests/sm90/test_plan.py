@@ -197,11 +197,6 @@ def test_ticks_are_those_of_the_kernels():
     assert deadline.TICK == TICK
 
 
-def test_several_ranks_are_refused():
-    with pytest.raises(UnsupportedProblem, match="2 ranks"):
-        BACKEND.plan(PROBLEM, ranks=2)
-
-
 def test_identity_placement_is_fine():
     assert BACKEND.supports(replace(PROBLEM, placement=Placement.even(32, 1)))
 
