@@ -124,7 +124,7 @@ def test_ranks_of_one_machine_need_no_network_unless_the_user_says_otherwise(mon
 def test_ranks_share_the_cores_unless_the_user_says_otherwise():
     """Threads of numpy are decided when it is loaded, so by the first launch of a process."""
     for given, threads in (({}, max(1, os.cpu_count() // 2)), ({"OMP_NUM_THREADS": "2"}, 2)):
-        env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | given
+        env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | given
         code = "from tests.ranks import test_launcher as here; print(here.launch(here.threads, 2))"
         ran = subprocess.run(
             [sys.executable, "-c", code], cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, check=True, timeout=100
