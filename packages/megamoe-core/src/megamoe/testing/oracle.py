@@ -104,7 +104,7 @@ class Judgement:
 
 
 class Experts:
-    """Experts as the layer uses them, in float64: recomputed from their operands when first needed, and kept.
+    """Experts as the layer uses them, in float64: recomputed from their operands when first needed, and kept, so with room for all of them.
 
     Args:
         format: of the problem.
@@ -114,16 +114,16 @@ class Experts:
     def __init__(self, format: str, weights: ExpertWeights) -> None:
         self.weights = weights
         self._format = format
-        self._known: dict[tuple[str, int], Floats] = {}
+        self._known: dict[int, tuple[Floats, Floats]] = {}
 
-    def matrices(self, wanted: Iterable[int]) -> list[tuple[Floats, Floats]]:
+    def matrices(self, experts: Iterable[int]) -> list[tuple[Floats, Floats]]:
         """``w13`` and ``w2`` of these experts, each (N, K)."""
-        experts = [int(expert) for expert in wanted]
-        missing = [(name, expert) for expert in experts for name in ("w13", "w2") if (name, expert) not in self._known]
+        wanted = [int(expert) for expert in experts]
+        missing = [expert for expert in wanted if expert not in self._known]
         with ThreadPoolExecutor(_THREADS) as pool:  # numpy lets go of the interpreter
-            found = pool.map(lambda key: expert_weight(self._format, self.weights, *key), missing)
+            found = pool.map(lambda expert: _matrices(self._format, self.weights, expert), missing)
             self._known.update(zip(missing, found, strict=True))
-        return [(self._known["w13", expert], self._known["w2", expert]) for expert in experts]
+        return [self._known[expert] for expert in wanted]
 
 
 def compute(
@@ -142,8 +142,7 @@ def compute(
         topk_weights: (tokens, top_k) float32, bf16 or float16.
         x_scale: block scales of a quantized ``x``, (tokens, hidden / block).
     """
-    experts = weights if isinstance(weights, Experts) else Experts(problem.format, weights)
-    weights = experts.weights
+    kept, weights = (weights, weights.weights) if isinstance(weights, Experts) else (None, weights)
     ids = _array(topk_ids).astype(np.int64)
     route_weight = values_of(topk_weights)
     xs = _activation_values(problem.format, x, x_scale, weights.x_scale)
@@ -154,7 +153,8 @@ def compute(
     edge = np.zeros(len(xs))  # squared
     with np.errstate(invalid="ignore", over="ignore"):
         named = np.unique(routed[routed >= 0])
-        for expert, (w13, w2) in zip(named, experts.matrices(named), strict=True):
+        each = kept.matrices(named) if kept else (_matrices(problem.format, weights, expert) for expert in named)
+        for expert, (w13, w2) in zip(named, each, strict=True):
             token, slot = np.nonzero(routed == expert)
             weight = route_weight[token, slot][:, None]
             b2 = _bias(weights.b2, expert)
@@ -231,6 +231,10 @@ def expert_weight(format: str, weights: ExpertWeights, name: str, expert: int) -
     tensor = scale if facts.element != "bf16" and not facts.scale else total
     tensor = np.float32(1) if tensor is None else np.float32(values_of(tensor)[expert])
     return dequantize(format, Codes(codes, None if not facts.scale else _scale_codes(facts.scale, scale[expert]), tensor), facts.rows)
+
+
+def _matrices(format: str, weights: ExpertWeights, expert: int) -> tuple[Floats, Floats]:
+    return expert_weight(format, weights, "w13", expert), expert_weight(format, weights, "w2", expert)
 
 
 def _activation_values(format: str, x: Any, x_scale: Any, static_scale: float | None) -> Floats:

@@ -77,14 +77,13 @@ class Trial:
         taken: dict[str, Any] = {name: tensor[slots].to(device) for name, tensor in self.weights.tensors().items()}
         return replace(self.weights, **taken)
 
-    def judge(self, rank: int, out: torch.Tensor, *, most: int | None = None, wire: str = "bf16") -> oracle.Judgement:
+    def judge(self, rank: int, out: torch.Tensor, *, most: int | None = None) -> oracle.Judgement:
         """Compare a rank's output with the oracle's.
 
         Args:
             rank: whose output it is.
             out: (tokens, hidden).
             most: judge at most so many tokens, spread evenly over the rank's; ``None`` judges all.
-            wire: how results cross between ranks, see :func:`megamoe.testing.oracle.judge`.
         """
         import torch
 
@@ -93,7 +92,7 @@ class Trial:
         if most is not None and most < tokens:
             index = torch.linspace(0, tokens - 1, most).round().to(torch.int64)
             inputs, out = inputs.rows(index), out[index.to(out.device)]
-        return oracle.judge(out, oracle.compute(self.problem, self.weights, *inputs), format=self.problem.format, wire=wire)
+        return oracle.judge(out, oracle.compute(self.problem, self.weights, *inputs), format=self.problem.format)
 
 
 def make_trial(
