@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from megamoe import nvml
-from megamoe.bench import compare, plot, results, workloads
+from megamoe.bench import compare, contestants, plot, results, workloads
 from megamoe.bench.contestants import Case, open_contestant
 from megamoe.bench.results import Point
 from megamoe.bench.roof import H200, Roof
@@ -101,6 +102,27 @@ def test_a_peer_without_biases_is_not_timed_on_a_shape_that_has_them():
     case = Case(shape, shape.problem(64, "fp8_tensor"), make_weights(shape, "fp8_tensor", generator()), "sm90")
     with pytest.raises(InvalidInput, match="adds no expert biases"):
         open_contestant("flashinfer", case)
+
+
+@pytest.mark.parametrize(
+    ("folders", "found"),
+    [
+        ((), None),
+        (("flashinfer",), None),
+        (("flashinfer", "pull_style"), "pull_style"),
+        (
+            ("flashinfer/moe_ep/kernel_src/sm90/pull_style_cutedsl_megakernel", "pull_style"),
+            "flashinfer.moe_ep.kernel_src.sm90.pull_style_cutedsl_megakernel",
+        ),
+    ],
+)
+def test_a_flashinfer_without_the_peer_hides_no_peer(tmp_path, monkeypatch, folders, found):
+    """Seen on an H200: a folder of that name with other kernels of it on the path, before the peer's own."""
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert contestants._flashinfer_name() == found
+    assert ("flashinfer" in contestants.importable_others()) == (found is not None)
 
 
 def test_floor_is_the_larger_of_bytes_and_products():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megamoe.errors import InvalidInput
@@ -167,13 +168,26 @@ class _FlashInfer:
 
 
 def _flashinfer() -> tuple[Any, Any]:
-    """The peer's package: installed with FlashInfer, or its kernel folder alone on the path."""
+    """The peer's package and its shim.
+
+    Raises:
+        InvalidInput: not there.
+    """
+    name = _flashinfer_name()
+    if name is None:
+        raise InvalidInput("The peer 'flashinfer' is not importable.", hint="pip install flashinfer-python, or leave it out of --against")
+    os.environ.setdefault("MEGA_NO_DIST", "1")  # it reads this when imported: one rank, no process group
+    return import_module(name), import_module(f"{name}.shim.hopper_fp8")
+
+
+def _flashinfer_name() -> str | None:
+    """The peer's package: in a FlashInfer on the path, which need not hold it, or its kernel folder alone."""
     for name in ("flashinfer.moe_ep.kernel_src.sm90.pull_style_cutedsl_megakernel", "pull_style"):
-        top = name.partition(".")[0]
-        if find_spec(top) is not None:
-            os.environ.setdefault("MEGA_NO_DIST", "1")  # it reads this when imported: one rank, no process group
-            return import_module(name), import_module(f"{name}.shim.hopper_fp8")
-    raise InvalidInput("The peer 'flashinfer' is not importable.", hint="pip install flashinfer-python, or leave it out of --against")
+        top, *below = name.split(".")
+        spec = find_spec(top)
+        if spec is not None and any(Path(place, *below).is_dir() for place in spec.submodule_search_locations or ()):
+            return name
+    return None
 
 
 OURS = "megamoe"
@@ -190,8 +204,7 @@ OTHERS = tuple(name for name in NAMES if name not in (OURS, FROM_BF16))
 
 def importable_others() -> tuple[str, ...]:
     """Baselines and peers that can be run in this environment."""
-    there = any(find_spec(name) is not None for name in ("flashinfer", "pull_style"))
-    return tuple(name for name in OTHERS if name != "flashinfer" or there)
+    return tuple(name for name in OTHERS if name != "flashinfer" or _flashinfer_name() is not None)
 
 
 def open_contestant(name: str, case: Case) -> Runner:
