@@ -86,8 +86,8 @@ def test_no_output_is_wrong_when_operations_are_delayed(toolkit, flashinfer, tmp
 
 
 def test_the_reported_fault_of_the_tile_of_128_tokens_shows(toolkit, flashinfer, tmp_path):
-    """On hardware this tile gives wrong results, FlashInfer therefore does not choose it. Experts are padded to 64 rows, scales are laid
-    out for 128: tensor copies for experts whose rows begin halfway in such a block read words that nothing orders behind their writer.
+    """On hardware this tile gives wrong results, FlashInfer therefore does not choose it. Experts are padded to 64 rows: tensor copies
+    for those whose rows begin halfway in 128 read words that nothing orders behind their writer.
 
     Not on a GPU: there it hangs on who is first (an H200 that emulated it gave no wrong output)."""
     found = run(flashinfer, tmp_path, "machine", "sm120 128 tokens")

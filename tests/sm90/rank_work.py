@@ -40,12 +40,16 @@ FEWER_BITS = ["mxfp8"]
 """Grouped results that return in fewer bits than the layer's own rounding has."""
 NO_ROOM = ["alone"]
 """Grouped results whose rows find no room to wait in, so that each returns by itself."""
-_KNOBS = {"grouped": {"combine": "grouped"}, "routes": {"combine": "routes"}, "mxfp8": {"combine": "grouped", "wire": "mxfp8"}}
-_KNOBS["alone"] = {"combine": "grouped", "stage": 0}
 OVERLAPPING = ["pdl"]
 """Launches that may begin while the one before them ends."""
-_KNOBS["pdl"] = {"combine": "grouped", "pdl": True}
 PLAIN = [*MODES, *FEWER_BITS, *NO_ROOM]
+_KNOBS = {
+    "grouped": {"combine": "grouped"},
+    "routes": {"combine": "routes"},
+    "mxfp8": {"combine": "grouped", "wire": "mxfp8"},
+    "alone": {"combine": "grouped", "stage": 0},
+    "pdl": {"combine": "grouped", "pdl": True},
+}
 
 
 def problem_of(format="fp8_block128", **more):

@@ -106,7 +106,7 @@ def launch_once():
             assert trial.judge(0, session.run(*trial.inputs[0].to("cuda"))).ok
 
 
-# Of memory, not of calls: CuTe DSL asks for the GPU's architecture before the driver is initialized, which is an error of a call.
+# Of memory, not of calls: those that CuTe DSL makes to find the GPU's architecture are told as errors, and are not ours.
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "synccheck": ()}
 
 

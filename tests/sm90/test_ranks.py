@@ -1,7 +1,7 @@
 """The sm90 backend on several ranks, which share a GPU under MPS where there are not enough: results, bits, stress, faults and deaths.
 
-Processes cost more than what they do, so for every number of ranks one start of them does all of PARTS, from the least that can work; a
-test looks at one part. With ``-x``, the first hang ends the run: every start of processes has its own limit. ``--launches`` and
+Processes cost more than what they do, so for every number of ranks one start of them does all of parts_of(), from the least that can work;
+a test looks at one part. With ``-x``, the first hang ends the run: every start of processes has its own limit. ``--launches`` and
 ``--seconds`` limit the stress.
 """
 
@@ -183,8 +183,8 @@ def test_fifty_faults_end_in_time_are_named_and_reset_repairs(mode):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("way", work.WAYS)
 def test_a_process_that_leaves_is_named_by_reset_and_close_waits_for_nobody(way, tmp_path):
-    """MPS tears down the kernels of a process that is killed in one with a fault, which it reports to all processes (H200, driver 580: an
-    illegal memory access in each of them, kernel or not). So ranks that share a GPU have it in turn there."""
+    """Under MPS every process saw an illegal memory access when one was killed in a kernel, also those without a kernel of their own (H200,
+    driver 580). So ranks that share a GPU have it in turn there."""
     try:
         run(work.leaves, 4, work.MODES[0], way, str(tmp_path), limit=60.0, deadline=DEADLINE, in_turn=way == "killed in a kernel")
     except RanksFailed as failed:
