@@ -79,7 +79,7 @@ def scaled_product(a, b, scale_a, scale_b, bias=None, out_dtype=None):
     assert bias is None
 
     def codes(tensor):
-        return tensor.contiguous().view(torch.uint8).cpu().numpy()
+        return tensor.view(torch.uint8).cpu().numpy()  # as bytes: narrow types can do little, on a GPU still less
 
     def values(data, scales):
         if data.dtype == torch.float4_e2m1fn_x2:
@@ -89,7 +89,7 @@ def scaled_product(a, b, scale_a, scale_b, bias=None, out_dtype=None):
             elements = model_numbers.table({torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}[data.dtype])[codes(data)]
         size, factors = (32, model_numbers.ue8m0_table()) if scales.dtype == torch.float8_e8m0fnu else (16, model_numbers.table("e4m3"))
         blocks = -(-elements.shape[1] // (4 * size))
-        flat = factors[codes(scales.reshape(-1))].reshape(-1, blocks, 32, 4, 4)
+        flat = factors[codes(scales)].reshape(-1, blocks, 32, 4, 4)
         rows = flat.transpose(0, 3, 2, 1, 4).reshape(-1, blocks * 4)[: len(elements), : elements.shape[1] // size]
         return elements * np.repeat(rows, size, 1)
 
