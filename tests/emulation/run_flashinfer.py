@@ -1,10 +1,11 @@
 """Runs one of FlashInfer's MoE megakernels emulated and compares each output with a reference written here from the layer's definition.
 
-    python run_flashinfer.py WHERE[:SEED] FOLDER VARIANT [normal | large]
+    python run_flashinfer.py WHERE[:SEED] FOLDER VARIANT [small | normal | large]
 
 WHERE is "gpu" (a Hopper GPU), "machine" (tests/machine runs the rewritten kernels on the CPU), "races" (the same, and data races are
 faults) or "assemble" (rewrite and assemble, launch nothing). SEED, when given, is that of delayed mode. FOLDER is
-flashinfer/moe_ep/kernel_src of the flashinfer-python wheel. Prints one JSON document on the last line.
+flashinfer/moe_ep/kernel_src of the flashinfer-python wheel. Without a size the CPU runs the small layer, a GPU the normal one. Prints one
+JSON document on the last line.
 """
 
 from __future__ import annotations
@@ -30,9 +31,22 @@ from megamoe import emulation  # noqa: E402
 from megamoe.emulation.assemble import build  # noqa: E402
 
 LIMIT_MS = 20_000
-SMALL = {"tokens": 24, "experts": 4, "hidden": 512, "inter": 256}
-LARGE = {"tokens": 128, "experts": 16, "top_k": 4, "hidden": 2048, "inter": 512}
-"""Layers that the CPU does, and that is timed on a GPU."""
+SIZES = {
+    "small": ({"tokens": 24, "experts": 4, "hidden": 512, "inter": 256}, 4),
+    "normal": ({}, 132),
+    "large": ({"tokens": 128, "experts": 16, "top_k": 4, "hidden": 2048, "inter": 512}, 132),
+}
+"""The layer, and how many CTAs it is launched with: what the CPU does, what a GPU does, and what is timed there."""
+COUNTERS = frozenset(
+    (
+        *("l1_arrival_count", "expert_send_count", "expert_recv_count", "expert_recv_count_sum", "grid_sync_counter"),
+        *("nvlink_barrier_counter", "nvlink_barrier_signal", "fc1_done_counter", "fc2_done_counter"),
+        *("token_back_schedule_counter", "load_balance_counter"),
+    )
+)
+"""Regions of the workspaces that are zero before a launch. In the others is what earlier launches left."""
+POISON = 0xFF
+"""A byte of NaN in E4M3, UE8M0 and bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +155,7 @@ def arguments_of(variant, layer, kernel, device):
     reduced = layer.four_bit or variant.reduce
     slots = () if layer.four_bit else (1 if reduced else layer.top_k,)
     out = zeros(layer.tokens, *slots, layer.hidden, dtype=torch.bfloat16)
+    poison(variant, kernel, out, {"local": local, "shared": shared})
     ones = np.ones(layer.experts, np.float32)
     tensors = {
         "activation": on_device(layer.x.bytes, data),
@@ -172,6 +187,19 @@ def arguments_of(variant, layer, kernel, device):
     return arguments, out, tensors
 
 
+def poison(variant, kernel, out, workspaces):
+    """Fills with NaN what the kernel is to write before it is read: all of the workspaces but the counters, and the output unless the
+    kernel adds to it. `workspaces`: by "local" and "shared"."""
+    import torch
+
+    written = [] if variant.reduce else [out]
+    for side, memory in workspaces.items():
+        sizes, firsts = getattr(kernel, f"_{side}_region_by_name"), getattr(kernel, f"_{side}_offsets")
+        written += [memory[first : first + sizes[name].nbytes] for name, first in firsts.items() if name not in COUNTERS]
+    for tensor in written:
+        tensor.view(torch.uint8).fill_(POISON)
+
+
 def resources(module):
     """Of every kernel of a rewritten module: threads of a CTA, registers with what it calls, and the bytes that it spills itself."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -184,19 +212,20 @@ def resources(module):
 
 
 def main():
-    where, folder, name = sys.argv[1:4]
+    where, folder, name, *size = sys.argv[1:]
     where, _, seed = where.partition(":")
     on_machine.RACES = where == "races"
     on_cpu = where in ("machine", "races")
     variant = VARIANTS[name]
-    layer = Layer.random(four_bit=variant.arch == "sm100", **(SMALL if on_cpu else LARGE if sys.argv[4:] == ["large"] else {}))
+    shape, ctas = SIZES[size[0] if size else "small" if on_cpu else "normal"]
+    layer = Layer.random(four_bit=variant.arch == "sm100", **shape)
     with emulation.emulate(
         variant.arch, emulation.Options(seed=int(seed) if seed else None, loads_wait=False, limit_ms=LIMIT_MS)
     ) as emulated:
         sys.path.insert(0, str(Path(folder) / TREES[variant.arch] / "src"))
         import cutlass.cute as cute
 
-        kernel, clusters = kernel_of(variant, layer, 4 if on_cpu else 132)
+        kernel, clusters = kernel_of(variant, layer, ctas)
         arguments, out, kept = arguments_of(variant, layer, kernel, "cuda" if where == "gpu" else "cpu")
         machine = on_machine.Captured(lambda: emulated.modules[-1], lambda: kept.values())
         if on_cpu:
