@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +19,7 @@ from megamoe.bench.workloads import Shape, make_inputs, make_weights
 from megamoe.device import regions
 from megamoe.testing import oracle
 from megamoe.testing.trial import make_trial
+from megamoe_sm90 import session as sessions
 from megamoe_sm90.backend import Sm90Backend
 
 pytestmark = pytest.mark.sm90
@@ -92,29 +96,61 @@ def test_sessions_on_another_device_than_the_current_one(knobs):
     assert torch.equal(*outs)
 
 
+@each_kernel
+def test_a_closed_session_leaves_no_memory_behind(knobs):
+    def held():
+        trial, session = opened(knobs, "cuda")
+        with session:
+            session.run(*trial.inputs[0].to("cuda"))
+        del session
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    assert held() == held()
+
+
 def sanitizer():
-    """Path of compute-sanitizer, or ``None``."""
+    """Path of compute-sanitizer, from the wheel nvidia-cuda-sanitizer-api or a CUDA toolkit, or ``None``."""
+    wheels = importlib.util.find_spec("nvidia")
+    places = [bin for place in (wheels.submodule_search_locations or () if wheels else ()) for bin in Path(place).glob("*/bin")]
     homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, homes), "/usr/local/cuda/bin"]))
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(map(str, [*places, *os.get_exec_path(), *homes, "/usr/local/cuda/bin"])))
 
 
 def launch_once():
-    """Every kernel on a small shape, from bf16; a test starts this under the sanitizer."""
-    for knobs in KERNELS:
-        trial, session = opened(knobs, "cuda")
-        with session:
-            assert trial.judge(0, session.run(*trial.inputs[0].to("cuda"))).ok
+    """Every kernel on a small shape, from bf16, on the whole GPU and on 4 CTAs; a test starts this under the sanitizer.
+
+    Of 4 CTAs each has 8 of the 32 tasks, with 24 K blocks: it uses its task slots and stages again, as it does on a large layer.
+    """
+    for ctas in (sessions.multiprocessors(torch.device("cuda")), 4):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sessions, "multiprocessors", lambda device, ctas=ctas: ctas)
+            for knobs in KERNELS:
+                trial, session = opened(knobs, "cuda")
+                with session:
+                    assert trial.judge(0, session.run(*trial.inputs[0].to("cuda"))).ok
 
 
-# Of memory, not of calls: those that CuTe DSL makes to find the GPU's architecture are told as errors, and are not ours.
-TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "synccheck": ()}
+TOOLS = {
+    # No API errors: cuda-python looks up driver functions that only newer drivers have. Between allocations lies what nobody may touch.
+    "memcheck": ("--report-api-errors", "no", "--padding", "512"),
+    "racecheck": (),
+    "synccheck": (),
+}
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_compute_sanitizer_finds_nothing(tool):
+    """Nothing is filtered: any finding in any kernel of the process fails, also one in what PyTorch launches.
+
+    What the tools do not see by themselves is judged elsewhere. Memcheck checks no tensor copies (TMA), and leaks only where a context is
+    destroyed: the test above. Racecheck knows shared memory only, and there neither tensor copies nor what wgmma reads; the order of those
+    and of all accesses to global memory is checked on the machine (test_machine_order.py). Racecheck sees machine code, the machine PTX: a
+    load that ptxas widens to a word of another warp is a hazard here even if nobody uses that word.
+    """
     found = sanitizer()
     if found is None:
-        pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit)")
+        pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit, or: pip install nvidia-cuda-sanitizer-api)")
     launch_once()  # compiles, outside of the tool
     ran = subprocess.run(
         [
@@ -122,6 +158,8 @@ def test_compute_sanitizer_finds_nothing(tool):
             "--tool",
             tool,
             *TOOLS[tool],
+            "--show-backtrace",
+            "device",
             "--error-exitcode",
             "9",
             sys.executable,
@@ -135,6 +173,7 @@ def test_compute_sanitizer_finds_nothing(tool):
         text=True,
         timeout=280,
     )
-    told = "\n".join(line for line in ran.stdout.splitlines() if "Host Frame" not in line)
-    assert ran.returncode == 0, told[:3000] + ran.stderr[-3000:]
-    assert "ERROR SUMMARY: 0 errors" in ran.stdout or "0 hazards" in ran.stdout
+    told = f"{ran.stdout[:3000]}\n{ran.stderr[-3000:]}"
+    assert ran.returncode == 0, told
+    assert re.search(r"SUMMARY: 0 (errors|hazards)\b", ran.stdout), told
+    assert "might be incorrect" not in ran.stdout, told  # more mbarriers than the tool follows
