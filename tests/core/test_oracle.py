@@ -196,6 +196,18 @@ def test_round_trip_error_is_the_elements_half_step(format):
         assert (error / np.abs(values))[np.abs(values) > 0.5].max() <= half
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_piece_by_piece_are_the_whole(format):
+    """Pieces begin and end inside blocks of 128 rows, and the last block is cut."""
+    values = np.random.default_rng(4).standard_normal((300, 256)) * np.arange(1, 301)[:, None]
+    codes = numbers.quantize_weight(format, values)
+    pieces = list(numbers.some_rows(format, codes))
+    assert [part.start for part, _ in pieces] == list(range(0, 300, 32))
+    np.testing.assert_array_equal(
+        np.concatenate([rows for _, rows in pieces]), numbers.dequantize(format, codes, numbers.FACTS[format].rows)
+    )
+
+
 # ---------------------------------------------------------------------------------------------------- the layer
 
 
@@ -356,14 +368,17 @@ def test_among_many_tokens_values_at_an_edge_excuse_little():
     assert not oracle.judge(exact.value * 1.012, exact, format=p.format)
 
 
-def test_experts_kept_for_many_calls_give_the_same():
-    p = problem("mxfp8", hidden=256)
+def test_experts_kept_for_many_calls_give_the_same(monkeypatch):
+    p, codes, made = problem("mxfp8", hidden=256), oracle.expert_codes, []
     weights, x, ids, topk_weights = operands(p)
+    want = oracle.compute(p, weights, x, ids, topk_weights)
+    monkeypatch.setattr(oracle, "expert_codes", lambda format, weights, *which: made.append(which) or codes(format, weights, *which))
     kept = oracle.Experts(p.format, weights)
     for _ in range(2):
-        one, other = (oracle.compute(p, given, x, ids, topk_weights) for given in (weights, kept))
+        got = oracle.compute(p, kept, x, ids, topk_weights)
         for name in ("value", "bound", "crossing", "edge"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    assert sorted(made) == [(name, expert) for name in ("w13", "w2") for expert in np.unique(ids)]
 
 
 @pytest.mark.parametrize("format", FORMATS)

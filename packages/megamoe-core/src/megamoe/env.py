@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", "GPUs that this process may u
 DEVICE_ORDER = Variable("CUDA_DEVICE_ORDER", "what a GPU's index counts: FASTEST_FIRST or PCI_BUS_ID", "FASTEST_FIRST")
 
 MPS_PIPE = Variable("CUDA_MPS_PIPE_DIRECTORY", "where a running CUDA MPS listens", "/tmp/nvidia-mps")
+
+THREADS = Variable("OMP_NUM_THREADS", "threads of a process's computations on the CPU", "one for each core")
 
 CUDA_VARIABLES = (VISIBLE_DEVICES, DEVICE_ORDER, MPS_PIPE)
 """Variables of the CUDA driver that megamoe has to follow."""
@@ -100,6 +103,24 @@ def mps_pipe() -> Path:
 def with_variables(more: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with some variables added, for a child process."""
     return {**os.environ, **more}
+
+
+def threads() -> int:
+    """Threads that numpy's own products use in this process, and what else computes on the CPU here: ``OMP_NUM_THREADS``, or one a core."""
+    given = (THREADS.read() or "").partition(",")[0]
+    return max(1, int(given)) if given.isdecimal() else len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def threads_of_children(count: int) -> Iterator[None]:
+    """Processes started in this block compute with so many threads each, unless the user said how many."""
+    given = THREADS.name in os.environ
+    os.environ.setdefault(THREADS.name, str(count))
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[THREADS.name]
 
 
 def timeout_seconds() -> float:

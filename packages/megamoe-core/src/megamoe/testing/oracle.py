@@ -11,7 +11,10 @@ is quantized, the oracle quantizes it itself, so that an error in a backend's ow
     result = oracle.compute(problem, weights, x, topk_ids, topk_weights)
     assert oracle.judge(out, result, format=problem.format).ok
 
-Many calls with the same weights take ``oracle.Experts(problem.format, weights)`` in their place, which recomputes every expert once.
+Many calls with the same weights take ``oracle.Experts(problem.format, weights)`` in their place, which makes and keeps every expert once.
+
+Of a matrix only some rows at a time are in float64: an expert of a large layer would have half a gigabyte, and on machines that hand out
+memory slowly, touching that much takes longer than all arithmetic.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from megamoe import env
 from megamoe.testing.oracle_numbers import (
     FACTS,
     Array,
@@ -33,6 +37,7 @@ from megamoe.testing.oracle_numbers import (
     distance_to_edge,
     quantize_activations,
     quantize_weight,
+    some_rows,
     step,
     unpack_nibbles,
 )
@@ -50,9 +55,6 @@ _MXFP8_STEP = 2.0**-4
 
 _MXFP8_RMS = 2.0**-3 / 12**0.5
 """Root mean square of that error where a value is uniform between two codes, at a power of two, where it is largest."""
-
-_THREADS = 8
-"""That recompute experts side by side."""
 
 _TINY = 2.0**-126
 """Absolute part of the bound: the smallest normal float32."""
@@ -103,8 +105,17 @@ class Judgement:
         return self.ok
 
 
+class _Expert(NamedTuple):
+    """One expert on the CPU: the codes of its matrices, (N, K), and its biases, (N,) or one zero."""
+
+    w13: Codes
+    w2: Codes
+    b13: Floats
+    b2: Floats
+
+
 class Experts:
-    """Experts as the layer uses them, in float64: recomputed from their operands when first needed, and kept, so with room for all of them.
+    """Experts as the layer uses them, quantized here where they came as bf16.
 
     Args:
         format: of the problem.
@@ -114,16 +125,36 @@ class Experts:
     def __init__(self, format: str, weights: ExpertWeights) -> None:
         self.weights = weights
         self._format = format
-        self._known: dict[int, tuple[Floats, Floats]] = {}
+        self._kept: dict[int, _Expert] = {}
 
-    def matrices(self, experts: Iterable[int]) -> list[tuple[Floats, Floats]]:
-        """``w13`` and ``w2`` of these experts, each (N, K)."""
-        wanted = [int(expert) for expert in experts]
-        missing = [expert for expert in wanted if expert not in self._known]
-        with ThreadPoolExecutor(_THREADS) as pool:  # numpy lets go of the interpreter
-            found = pool.map(lambda expert: _matrices(self._format, self.weights, expert), missing)
-            self._known.update(zip(missing, found, strict=True))
-        return [self._known[expert] for expert in wanted]
+    def keep(self, experts: Iterable[int]) -> None:
+        """Make these experts, side by side, and keep them: calls that need no others touch no device."""
+        missing = [expert for expert in experts if expert not in self._kept]
+        with ThreadPoolExecutor(env.threads()) as pool:  # numpy lets go of the interpreter
+            self._kept.update(zip(missing, pool.map(self._make, missing), strict=True))
+
+    def __getitem__(self, expert: int) -> _Expert:
+        return self._kept.get(expert) or self._make(expert)
+
+    def _make(self, expert: int) -> _Expert:
+        w13, w2 = (expert_codes(self._format, self.weights, name, expert) for name in ("w13", "w2"))
+        return _Expert(w13, w2, _bias(self.weights.b13, expert), _bias(self.weights.b2, expert))
+
+
+class _Given(NamedTuple):
+    """What one expert gives to its routes.
+
+    Attributes:
+        token: (routes,) the token of each; several may be the same.
+        row, terms, steps: (routes, hidden), what goes into the token's result and into its bound.
+        edge: (routes,) see :class:`OracleResult`, squared; all of a token's is at one of its routes.
+    """
+
+    token: Array
+    row: Floats
+    terms: Floats
+    steps: Floats
+    edge: Floats
 
 
 def compute(
@@ -142,41 +173,68 @@ def compute(
         topk_weights: (tokens, top_k) float32, bf16 or float16.
         x_scale: block scales of a quantized ``x``, (tokens, hidden / block).
     """
-    kept, weights = (weights, weights.weights) if isinstance(weights, Experts) else (None, weights)
+    experts = weights if isinstance(weights, Experts) else Experts(problem.format, weights)
     ids = _array(topk_ids).astype(np.int64)
     route_weight = values_of(topk_weights)
-    xs = _activation_values(problem.format, x, x_scale, weights.x_scale)
+    xs = _activation_values(problem.format, x, x_scale, experts.weights.x_scale)
     total = np.zeros((xs.shape[0], problem.hidden))
     terms, steps, rows = np.zeros_like(total), np.zeros_like(total), np.zeros_like(total)
-    routed = np.where((ids >= 0) & (ids < problem.experts), ids, -1)
-    early = problem.routing_weight == "early"
     edge = np.zeros(len(xs))  # squared
-    with np.errstate(invalid="ignore", over="ignore"):
-        named = np.unique(routed[routed >= 0])
-        each = kept.matrices(named) if kept else (_matrices(problem.format, weights, expert) for expert in named)
-        for expert, (w13, w2) in zip(named, each, strict=True):
-            token, slot = np.nonzero(routed == expert)
-            weight = route_weight[token, slot][:, None]
-            b2 = _bias(weights.b2, expert)
-            soon, late = (weight, 1.0) if early else (1.0, weight)
-            fc1 = xs[token] @ w13.T + _bias(weights.b13, expert)
-            exact = _activate(problem, fc1)
-            codes = quantize_activations(problem.format, exact * soon, weights.mid_scale)
-            mid, widest = dequantize(problem.format, codes), step(problem.format, codes).max(axis=1, initial=0)
-            reach = _reach(problem, fc1, exact, xs[token], w13) * np.abs(soon)
-            to_edge, move = distance_to_edge(problem.format, codes, exact * soon)
-            moves = np.zeros((len(xs), problem.intermediate))  # of a token with several routes to this expert they come together
-            np.add.at(moves, token, np.where(to_edge < reach, move, 0) * np.sqrt(np.einsum("nk,nk->k", w2, w2)) * np.abs(late))
-            edge += np.square(np.nan_to_num(moves)).sum(axis=1)
-            # add.at: one token may take several routes to the same expert.
-            row = (mid @ w2.T + b2) * late
-            np.add.at(total, token, row)
-            np.add.at(rows, token, np.abs(row))
-            np.add.at(terms, token, (np.abs(mid) @ np.abs(w2.T) + np.abs(b2)) * np.abs(late))
-            np.add.at(steps, token, widest[:, None] * np.abs(w2).max(axis=1, initial=0) * np.abs(late))
+    routed = np.where((ids >= 0) & (ids < problem.experts), ids, -1)
+    named = [int(expert) for expert in np.unique(routed[routed >= 0])]
+    if experts is weights:
+        experts.keep(named)
+
+    def given(expert: int) -> _Given:
+        token, slot = np.nonzero(routed == expert)
+        return _given(problem, experts[expert], experts.weights.mid_scale, token, xs[token], route_weight[token, slot][:, None])
+
+    together = env.threads()
+    with ThreadPoolExecutor(together) as pool:  # numpy lets go of the interpreter
+        for first in range(0, len(named), together):  # of so many experts at a time, what they give is in memory
+            for one in pool.map(given, named[first : first + together]):
+                # add.at: one token may take several routes to the same expert.
+                np.add.at(total, one.token, one.row)
+                np.add.at(rows, one.token, np.abs(one.row))
+                np.add.at(terms, one.token, one.terms)
+                np.add.at(steps, one.token, one.steps)
+                np.add.at(edge, one.token, one.edge)
     padded = np.pad(rows, ((0, 0), (0, -problem.hidden % 32)))
     blocks = np.repeat(padded.reshape(len(rows), padded.shape[1] // 32, 32).max(axis=2, initial=0), 32, axis=1)[:, : problem.hidden]
     return OracleResult(total, 2.0**-7 * terms + steps + _TINY, _MXFP8_STEP * rows + 2.0**-17 * blocks, float(edge.max(initial=0)) ** 0.5)
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def _given(problem: MoEProblem, expert: _Expert, mid_scale: float | None, token: Array, x: Floats, weight: Floats) -> _Given:
+    """What an expert gives to routes of ``token`` (routes,) with activations ``x`` (routes, hidden) and weights (routes, 1)."""
+    format, hidden, inter, routes = problem.format, problem.hidden, problem.intermediate, len(token)
+    soon, late = (weight, np.ones(1)) if problem.routing_weight == "early" else (np.ones(1), weight)
+    fc1, length13 = np.empty((routes, 2 * inter)), np.empty(2 * inter)
+    for part, w13 in some_rows(format, expert.w13):
+        fc1[:, part] = x @ w13.T
+        length13[part] = np.sqrt(np.einsum("nk,nk->n", w13, w13))
+    fc1 += expert.b13
+    exact = _activate(problem, fc1)
+    codes = quantize_activations(format, exact * soon, mid_scale)
+    mid, widest = dequantize(format, codes), step(format, codes).max(axis=1, initial=0)
+    fc2, terms, largest, square2 = np.empty((routes, hidden)), np.empty((routes, hidden)), np.empty(hidden), np.zeros(inter)
+    for part, w2 in some_rows(format, expert.w2):
+        fc2[:, part] = mid @ w2.T
+        square2 += np.einsum("nk,nk->k", w2, w2)
+        size = np.abs(w2, out=w2)
+        terms[:, part] = np.abs(mid) @ size.T
+        largest[part] = size.max(axis=1, initial=0)
+    reach = _reach(problem, fc1, exact, x, length13) * np.abs(soon)
+    to_edge, move = distance_to_edge(format, codes, exact * soon)
+    moves = np.where(to_edge < reach, move, 0) * np.sqrt(square2) * np.abs(late)
+    # What happens to a value happens on every route of its token to this expert: moves add up before they are squared.
+    _, first, same = np.unique(token, return_index=True, return_inverse=True)
+    added = np.zeros((len(first), inter))
+    np.add.at(added, same, moves)
+    edge = np.zeros(routes)
+    edge[first] = np.square(np.nan_to_num(added)).sum(axis=1)
+    magnitude = np.abs(late)
+    return _Given(token, (fc2 + expert.b2) * late, (terms + np.abs(expert.b2)) * magnitude, widest[:, None] * largest * magnitude, edge)
 
 
 def judge(out: Any, result: OracleResult, *, format: str, wire: str = "bf16") -> Judgement:
@@ -219,22 +277,18 @@ def judge(out: Any, result: OracleResult, *, format: str, wire: str = "bf16") ->
     return Judgement(ok, rel_l2, worst, text)
 
 
-def expert_weight(format: str, weights: ExpertWeights, name: str, expert: int) -> Floats:
-    """One expert's ``w13`` or ``w2`` (N, K) in float64 as the layer uses it: dequantized, or quantized here first when it came as bf16."""
+def expert_codes(format: str, weights: ExpertWeights, name: str, expert: int) -> Codes:
+    """One expert's ``w13`` or ``w2`` (N, K) as the layer uses it: its own codes, or quantized here first when it came as bf16."""
     facts = FACTS[format]
     matrix = getattr(weights, name)[expert]
     scale = getattr(weights, f"{name}_scale")
     codes = _codes(facts.element, matrix)
     if codes is None:
-        return dequantize(format, quantize_weight(format, values_of(matrix)), facts.rows)
+        return quantize_weight(format, values_of(matrix))
     total = getattr(weights, f"{name}_global")
     tensor = scale if facts.element != "bf16" and not facts.scale else total
     tensor = np.float32(1) if tensor is None else np.float32(values_of(tensor)[expert])
-    return dequantize(format, Codes(codes, None if not facts.scale else _scale_codes(facts.scale, scale[expert]), tensor), facts.rows)
-
-
-def _matrices(format: str, weights: ExpertWeights, expert: int) -> tuple[Floats, Floats]:
-    return expert_weight(format, weights, "w13", expert), expert_weight(format, weights, "w2", expert)
+    return Codes(codes, None if not facts.scale else _scale_codes(facts.scale, scale[expert]), tensor)
 
 
 def _activation_values(format: str, x: Any, x_scale: Any, static_scale: float | None) -> Floats:
@@ -260,9 +314,12 @@ def _activate(problem: MoEProblem, fc1: Floats) -> Floats:
     return activated
 
 
-def _reach(problem: MoEProblem, fc1: Floats, exact: Floats, x: Floats, w13: Floats) -> Floats:
-    """How far a correct kernel's value behind the activation may be from ``exact``, since its sums of FC1 differ in their last bits."""
-    off = FACTS[problem.format].sums * np.outer(np.linalg.norm(x, axis=1), np.sqrt(np.einsum("nk,nk->n", w13, w13))) / x.shape[1] ** 0.5
+def _reach(problem: MoEProblem, fc1: Floats, exact: Floats, x: Floats, length13: Floats) -> Floats:
+    """How far a correct kernel's value behind the activation may be from ``exact``, since its sums of FC1 differ in their last bits.
+
+    ``length13`` has the L2 norms of the rows of ``w13``.
+    """
+    off = FACTS[problem.format].sums * np.outer(np.linalg.norm(x, axis=1), length13) / x.shape[1] ** 0.5
     gates = np.arange(fc1.shape[1]) < problem.intermediate
     by_gate, by_up = (np.abs(_activate(problem, fc1 + np.where(half, off, 0)) - exact) for half in (gates, ~gates))
     return by_gate + by_up
