@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import gone
 
 from megamoe.errors import MegaMoEError
 from megamoe.testing.launcher import RanksFailed, launch
@@ -209,14 +210,6 @@ def test_this_process_keeps_its_signals_and_its_logs(capfd, caplog):
     assert not caplog.records
     logging.getLogger("torch.distributed.elastic.agent.server.api").warning("as before")
     assert [record.message for record in caplog.records] == ["as before"]
-
-
-def gone(pid):
-    """Whether a process has ended; its entry may wait for a parent that does not come for it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
 
 
 def waits(condition, seconds):

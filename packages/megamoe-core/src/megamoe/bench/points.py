@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,7 @@ def run(sweep: Sweep, roof: Roof, turns: Turns = ALL_THE_TIME) -> Iterator[Point
     version = commit()
     for format in sweep.formats:
         for shape in sweep.shapes:
-            with turns.together():
+            with _together(turns):
                 generator = torch.Generator(device="cuda").manual_seed(0)
                 weights = make_weights(shape, format, generator)
                 problem = shape.problem(sweep.max_tokens or max(sweep.tokens), format)
@@ -84,27 +85,32 @@ def run(sweep: Sweep, roof: Roof, turns: Turns = ALL_THE_TIME) -> Iterator[Point
                 names = tuple(n for n in sweep.contestants if n != FROM_BF16 or format != "bf16")
                 runners = {name: open_contestant(name, case) for name in names}
                 runners |= {name: runner for name in sweep.against if (runner := _open_other(name, case)) is not None}
-                torch.cuda.synchronize()
+                torch.cuda.empty_cache()  # what opening took for a while, others may need
             try:
                 for tokens in sweep.tokens:
                     yield _point(sweep, case, tokens, runners, roof, turns, version)
             finally:
-                for runner in runners.values():
-                    runner.close()
-                del runners, weights, case
-                torch.cuda.empty_cache()
+                with _together(turns):
+                    for runner in runners.values():
+                        runner.close()
+                    del runners, weights, case
+                    torch.cuda.empty_cache()
 
 
 def _point(sweep: Sweep, case: Case, tokens: int, runners: Mapping[str, Runner], roof: Roof, turns: Turns, version: str) -> Point:
     import torch
 
-    shape, weights, format = case.shape, case.weights, case.problem.format
-    with turns.together():
+    shape, problem, weights, format = case.shape, case.problem, case.weights, case.problem.format
+    with _together(turns):
         generator = torch.Generator(device="cuda").manual_seed(tokens)
         sets = input_sets(shape, format, tokens, sweep.routing, weights, generator)
-        launches = _launches(runners, sets)
-        errors = _errors(sweep, case, runners, launches, sets[0])
-        torch.cuda.synchronize()
+    launches = _launches(runners, sets, turns)
+    experts = oracle.Experts(format, weights)  # of this point alone: of all tokens they would fill the memory
+    errors = [
+        check(name, launches[name][0], sets[0], operands, problem, experts, sweep.check_tokens, turns)
+        for name in launches
+        if (operands := runners[name].operands(sets[0])) is not None
+    ]
     with turns.alone():
         times = measure(launches, launches=sweep.launches, repeats=sweep.repeats, graph=sweep.graph)
     ours = times[next(name for name in (OURS, FROM_BF16) if name in times)]
@@ -133,25 +139,24 @@ def _point(sweep: Sweep, case: Case, tokens: int, runners: Mapping[str, Runner],
     )
 
 
-def _errors(
-    sweep: Sweep, case: Case, runners: Mapping[str, Runner], launches: Mapping[str, list[Callable[[], object]]], inputs: Inputs
-) -> list[float | None]:
-    """What the oracle says of everyone whose arithmetic is the format's."""
-    problem = case.problem
-    experts = oracle.Experts(problem.format, case.weights)  # of this point alone: of all tokens they would fill the memory
-    return [
-        check(name, launches[name][0], inputs, operands, problem, experts, sweep.check_tokens)
-        for name in launches
-        if (operands := runners[name].operands(inputs)) is not None
-    ]
-
-
 def input_sets(shape: Shape, format: str, tokens: int, routing: str, weights: ExpertWeights, generator: torch.Generator) -> list[Inputs]:
     """One set of inputs, or several where launches over one would find in L2 what the last one read: other routes touch other weights."""
     first = make_inputs(shape, format, tokens, routing, weights.x_scale, generator)
     bytes_read = first.touched * 1.5 * weights.w13[0].nbytes + first.x.nbytes
     more = 0 if bytes_read > 2 * _L2_BYTES else _MOST_SETS - 1
     return [first, *(make_inputs(shape, format, tokens, routing, weights.x_scale, generator) for _ in range(more))]
+
+
+@contextmanager
+def _together(turns: Turns) -> Iterator[None]:
+    """A turn on the GPU beside others that leaves nothing running there."""
+    import torch
+
+    with turns.together():
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize()
 
 
 def _open_other(name: str, case: Case) -> Runner | None:
@@ -162,16 +167,14 @@ def _open_other(name: str, case: Case) -> Runner | None:
         return None
 
 
-def _launches(runners: Mapping[str, Runner], sets: Sequence[Inputs]) -> dict[str, list[Callable[[], object]]]:
-    """The calls of everyone who can run these inputs; only megamoe itself has to."""
-    import torch
-
+def _launches(runners: Mapping[str, Runner], sets: Sequence[Inputs], turns: Turns) -> dict[str, list[Callable[[], object]]]:
+    """The calls of everyone who can run these inputs; only megamoe itself has to. A turn for each: who compiles takes seconds."""
     found = {}
     for name, runner in runners.items():
         try:
-            found[name] = runner.launches(sets)
-            found[name][0]()
-            torch.cuda.synchronize()
+            with _together(turns):
+                found[name] = runner.launches(sets)
+                found[name][0]()
         except Exception as error:
             if name in (OURS, FROM_BF16):
                 raise
@@ -188,8 +191,9 @@ def check(
     problem: MoEProblem,
     experts: oracle.Experts,
     most: int,
+    turns: Turns = ALL_THE_TIME,
 ) -> float | None:
-    """Run once into a poisoned output and let the oracle recompute ``most`` tokens, spread evenly.
+    """Run once into a poisoned output and let the oracle recompute ``most`` tokens, spread evenly. It does so without the GPU.
 
     Returns:
         the relative L2 error, ``None`` when nothing was recomputed.
@@ -199,18 +203,21 @@ def check(
     """
     import torch
 
-    inputs.out.fill_(float("nan"))
-    launch()
-    where = f"{name}, {problem.format}, {problem.experts} experts of {problem.hidden} x {problem.intermediate}, {inputs.x.shape[0]} tokens"
-    if not torch.isfinite(inputs.out).all():
-        raise MegaMoEError(f"{where}: elements of the output are unwritten or not finite.", hint="megamoe check")
-    count = min(most, inputs.x.shape[0])
-    if not count:
-        return None
-    index = torch.linspace(0, inputs.x.shape[0] - 1, count, device=inputs.x.device).round().long()
-    x, scale = operands
-    want = oracle.compute(problem, experts, x[index], inputs.ids[index], inputs.weights[index], None if scale is None else scale[index])
-    verdict = oracle.judge(inputs.out[index], want, format=problem.format)
+    tokens = inputs.x.shape[0]
+    where = f"{name}, {problem.format}, {problem.experts} experts of {problem.hidden} x {problem.intermediate}, {tokens} tokens"
+    count = min(most, tokens)
+    with _together(turns):
+        inputs.out.fill_(float("nan"))
+        launch()
+        if not torch.isfinite(inputs.out).all():
+            raise MegaMoEError(f"{where}: elements of the output are unwritten or not finite.", hint="megamoe check")
+        if not count:
+            return None
+        index = torch.linspace(0, tokens - 1, count, device=inputs.x.device).round().long()
+        out, ids, weights = (tensor[index].cpu() for tensor in (inputs.out, inputs.ids, inputs.weights))
+        x, scale = (None if tensor is None else tensor[index].cpu() for tensor in operands)
+        experts.keep(set(ids.flatten().tolist()))
+    verdict = oracle.judge(out, oracle.compute(problem, experts, x, ids, weights, scale), format=problem.format)
     if not verdict.ok:
         raise MegaMoEError(f"{where}: {verdict.text}.", hint="megamoe check")
     return verdict.rel_l2

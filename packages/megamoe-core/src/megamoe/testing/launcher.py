@@ -33,6 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from megamoe.env import THREADS, threads_of_children
 from megamoe.errors import MegaMoEError
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ _ON_ONE_MACHINE = {
 }
 """Ranks of one machine meet on its loopback interface, whatever networks there are, and reach each other by loads and stores alone. Set
 where the user has not set another value."""
-
-_THREADS = "OMP_NUM_THREADS"
 
 _GRACE_S = 5.0
 """How long the other ranks may go on after one has failed: long enough to report errors that follow from it."""
@@ -134,7 +133,7 @@ def launch(
             backend=backend,
             timeout=timeout,
             end=time.time() + timeout,
-            threads=0 if _THREADS in os.environ else max(1, (os.cpu_count() or 1) // ranks),
+            threads=0 if THREADS.name in os.environ else max(1, (os.cpu_count() or 1) // ranks),
             env=dict(env or {}),
             folder=folder,
         )
@@ -164,13 +163,8 @@ def _start_server() -> None:
     every rank, and they would be in each other's way.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["numpy", "torch.distributed.launcher.api"])
-    given = os.environ.get(_THREADS)
-    os.environ.setdefault(_THREADS, "1")
-    try:
+    with threads_of_children(1):
         forkserver.ensure_running()
-    finally:
-        if given is None:
-            del os.environ[_THREADS]
 
 
 @contextmanager
@@ -218,7 +212,7 @@ def _failure(job: _Job, failed: ChildFailedError) -> RanksFailed:
         elif job.result(rank).exists():
             continue
         elif job.stack(rank).exists() and (stack := job.stack(rank).read_text()):
-            threads = [thread for thread in stack.split("\n\n") if _end_with_parent.__name__ not in thread]
+            threads = [thread for thread in stack.split("\n\n") if end_with_parent.__name__ not in thread]
             errors[rank] = "\n\n".join(["had not finished when the ranks were ended; it was at", *threads])
         else:
             errors[rank] = "the process ended without a report" + f", exit code {death.exitcode}" * (rank == first)
@@ -233,7 +227,7 @@ def _main(job: _Job) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     rank = int(os.environ["RANK"])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it wherever it is, also outside Python
     os.dup2(2, 1)  # stdout is for the caller's results: what libraries print there would be among them
     with job.stack(rank).open("w") as stack:
@@ -255,8 +249,8 @@ def _main(job: _Job) -> None:
             sys.exit(1)
 
 
-def _end_with_parent() -> None:
-    """Nobody else ends a rank whose launcher was killed."""
+def end_with_parent() -> None:
+    """For a thread of a process that nobody else ends when its parent was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
