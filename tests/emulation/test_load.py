@@ -1,4 +1,4 @@
-"""Rewritten code under compiled CuTe DSL functions, as far as a machine without a GPU goes: each case in a process of its own."""
+"""Rewritten code under compiled CuTe DSL functions, mostly as far as a machine without a GPU goes: each case in a process of its own."""
 
 from __future__ import annotations
 
@@ -77,6 +77,29 @@ def test_the_host_code_is_given_rewritten_code(toolkit, tmp_path, tvm_ffi):
     assert set(found["asked"]) == {found["code"]}, "not the rewritten code"
     assert found["error"] == "None"
     assert not list(tmp_path.glob("megamoe-emulation-*")), "the process has left its folder"
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("tvm_ffi", [False, True])
+def test_the_host_code_launches_rewritten_code(toolkit, tmp_path, tvm_ffi):
+    """A conversion that Hopper lacks, at an address that is part of the code."""
+    body = f"""
+    import torch
+    out = torch.zeros(1, dtype=torch.int16, device="cuda")
+    with emulation.emulate("sm100") as emulated:
+        call = functions(
+            "{{ .reg .f32 two, one; .reg .b8 codes; .reg .b16 word; .reg .b64 to;"
+            " mov.b32 two, 0x40000000; mov.b32 one, 0x3f800000; cvt.rn.satfinite.e2m1x2.f32 codes, two, one;"
+            f" cvt.u16.u8 word, codes; mov.b64 to, {{out.data_ptr()}};" " st.global.b16 [to], word; }}",
+            {tvm_ffi},
+        )
+        call()
+        emulated.check()
+        print(json.dumps([out.item(), emulated.modules[0].forms]))
+    """
+    ((codes, forms),) = run(body, tmp_path)
+    assert codes == 0x42
+    assert forms == {"cvt f32 to fp4, fp6": 1}
 
 
 RECORDS = """
