@@ -146,9 +146,7 @@ class Loaders:
             kind = cute.arch.make_warp_uniform(words[at])
             e = cute.arch.make_warp_uniform(words[at + 1])
             n = cute.arch.make_warp_uniform(words[at + 2])
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(tempty + slot)
+            cute.arch.mbarrier_arrive(tempty + slot)
             slot, tphase = self._advance(slot, tphase, c.task_slots)
             if kind == stream.FC1:
                 for kb in cutlass.range(c.kb1, unroll=1):
@@ -303,9 +301,8 @@ class Loaders:
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                     src = src + ROW_BYTES
                     stage, phase = self._advance(stage, phase, c.num_stages)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(tempty + slot)
+            cute.arch.sync_warp()  # `rows` has been read
+            cute.arch.mbarrier_arrive(tempty + slot)
             slot, tphase = self._advance(slot, tphase, c.task_slots)
 
     @cute.jit
@@ -413,14 +410,16 @@ class Loaders:
                         phase,
                         lane,
                     )
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(tempty + slot)
+            cute.arch.mbarrier_arrive(tempty + slot)
             slot, tphase = self._advance(slot, tphase, c.task_slots)
 
     @cute.jit
     def load_loop(self, tma, g, s, blocks: cutlass.Constexpr, box, valid, scale, panel, pool_rows, s_addr, full, empty, stage, phase, lane):
-        """The K blocks of one row tile, 64 rows a box; with block scales also the row scales (contiguous) and the two panel scales."""
+        """The K blocks of one row tile, 64 rows a box; with block scales also the row scales (contiguous) and the two panel scales.
+
+        Scales come by cp.async, rows by TMA: threads read the scales themselves, and a later TMA over what they have read would need a
+        proxy fence behind their reads.
+        """
         c = self.c
         boxes = c.tile_m // 64
         used = Int32(1)
@@ -428,15 +427,15 @@ class Loaders:
             used = used + Int32(valid > 64)
         for kb in cutlass.range(blocks, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
-            to = s_addr + stage * (c.scale_words * 4)
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, used * (64 * ROW_BYTES) + (c.tile_m * 4 if c.block_scales else 0))
-                if cutlass.const_expr(c.block_scales):
-                    memory.bulk_load(to, scale, Int32(c.tile_m * 4), full + stage)
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, used * (64 * ROW_BYTES))
             if cutlass.const_expr(c.block_scales):
+                to = s_addr + stage * (c.scale_words * 4)
+                if lane < c.tile_m // 4:
+                    memory.copy_16(to + lane * 16, scale + Int64(lane) * 16)
                 if lane < 2:
                     memory.copy_4(to + (c.tile_m + lane) * 4, panel)
-                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
             cute.arch.sync_warp()
             cute.copy(tma, g[None, box, kb], s[None, stage * boxes], tma_bar_ptr=full + stage)
             if cutlass.const_expr(boxes == 2):

@@ -37,10 +37,15 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
 
     @property
     def row_arrivals(self):
-        """Arrivals of the row side on a full barrier: every lane's copies, or the TMA's and the two panel scales'."""
+        """Arrivals of the row side on a full barrier: every lane's copies, or the TMA's and every lane's copies of scales."""
         if self.c.rows == "gather":
             return 32 * ROW_WARPS
-        return 3 if self.c.block_scales else 1
+        return 33 if self.c.block_scales else 1
+
+    @property
+    def task_readers(self):
+        """Threads that read a task. Each gives it back for itself: no lane has to know what others of its warp have read."""
+        return 32 * (1 + (1 if self.c.rows == "pool" else ROW_WARPS) + MATH_WARPS)
 
     @cute.jit
     def __call__(
@@ -192,7 +197,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                     cute.arch.mbarrier_init(empty + s, MATH_WARPS)
                 for s in cutlass.range_constexpr(c.task_slots):
                     cute.arch.mbarrier_init(tfull + s, 1)
-                    cute.arch.mbarrier_init(tempty + s, 1 + (1 if c.rows == "pool" else ROW_WARPS) + MATH_WARPS)
+                    cute.arch.mbarrier_init(tempty + s, self.task_readers)
                 cute.arch.mbarrier_init(moved, 1)
                 cursor[0] = Int32(0)
             cute.arch.mbarrier_init_fence()
@@ -517,9 +522,7 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                         wg,
                         lane,
                     )
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(tempty + slot)
+                cute.arch.mbarrier_arrive(tempty + slot)
             slot, tphase = self._advance(slot, tphase, c.task_slots)
 
     def other_task(self, kind, words, at, warp, lane):
