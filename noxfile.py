@@ -37,6 +37,7 @@ LIGHT = ("importlib-metadata>=8.5", "numpy>=1.26", "packaging>=24.0", "rich>=13.
 RUFF = "ruff==0.17.6"  # pinned: its rules and its formatting change between releases
 # What builds the emulation's device functions; the parts must be of one release.
 NVCC = tuple(f"nvidia-{part}==13.1.*" for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl"))
+SANITIZER = "nvidia-cuda-sanitizer-api>=13.5"
 MYPY = "mypy==2.4.1"
 
 OTHER_PYTHONS = tuple(f"3.{minor}" for minor in range(11, 15) if minor != sys.version_info.minor)
@@ -224,7 +225,7 @@ def _gpu_session(arch: str) -> None:
         _install_arch(session, arch, TRANSFORMERS, extra="cu13")  # NVSHMEM: several ranks share the GPU under MPS, which the tests start
         # The emulation runs Blackwell code on Hopper, so it is tested there.
         if arch == "sm90":
-            session.install(*CONSTRAINTS, *NVCC)
+            session.install(*CONSTRAINTS, *NVCC, SANITIZER)
         folders, marks = (("emulation",), " or emulated") if arch == "sm90" else ((), "")
         _pytest(session, *_tests("core", "ranks", *folders, *_existing(arch)), "-m", f"gpu or {arch}{marks}", environment="gpu")
         session.run("megamoe", "check", "--backend", arch)

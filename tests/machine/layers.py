@@ -125,7 +125,7 @@ class OneRank:
         order: str,
         tile: int,
         rows: str = "",
-        claims: str = "early",
+        claims: str = "late",
         *,
         grid: int = 4,
         biases: Sequence[str] = (),

@@ -57,6 +57,26 @@ def test_more_than_2_31_elements(wide, knobs):
     assert verdict.ok, verdict.text
 
 
+@pytest.mark.parametrize("format", ["fp8_block128", "fp8_tensor", "fp8_tensor_e5m2", "bf16"])
+@each_kernel
+def test_long_sums_do_not_shrink(knobs, format):
+    """Of a sum of FP8 products the tensor cores keep about 14 bits and cut off the rest, towards zero: kernels that let them add up 7168
+    products of fp8_tensor gave results 1.8% off."""
+    shape = Shape("long", 2, 1, 7168, 2048)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    weights = make_weights(shape, format, generator)
+    problem = shape.problem(64, format)
+    inputs = make_inputs(shape, format, 64, "random", weights.x_scale, generator)
+    plan = BACKEND.plan(problem, knobs=knobs)
+    with BACKEND.open_session(plan, BACKEND.prepare_weights(plan, weights)) as session:
+        out = session.run(inputs.x, inputs.ids, inputs.weights)
+    result = oracle.compute(problem, weights, inputs.x, inputs.ids, inputs.weights)
+    verdict = oracle.judge(out, result, format=format)
+    assert verdict.ok, verdict.text
+    got, want = out.double().cpu().numpy(), result.value
+    assert abs((got * want).sum() / (want * want).sum() - 1) < 2e-3
+
+
 def opened(knobs, device):
     trial = make_trial(PROBLEM, tokens=40)
     plan = BACKEND.plan(PROBLEM, knobs=knobs)
@@ -117,6 +137,11 @@ def sanitizer():
     return shutil.which("compute-sanitizer", path=os.pathsep.join(map(str, [*places, *os.get_exec_path(), *homes, "/usr/local/cuda/bin"])))
 
 
+def version_of(sanitizer):
+    told = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    return tuple(map(int, re.search(r"Version (\d+)\.(\d+)", told).groups()))
+
+
 def launch_once():
     """Every kernel on a small shape, from bf16, on the whole GPU and on 4 CTAs; a test starts this under the sanitizer.
 
@@ -130,6 +155,9 @@ def launch_once():
                 with session:
                     assert trial.judge(0, session.run(*trial.inputs[0].to("cuda"))).ok
 
+
+LEAST = {"racecheck": (2026, 4)}
+"""Versions before take accesses that mbarriers and wgmma order for races (2025.3), or have not been tried."""
 
 TOOLS = {
     # No API errors: cuda-python looks up driver functions that only newer drivers have. Between allocations lies what nobody may touch.
@@ -151,6 +179,9 @@ def test_compute_sanitizer_finds_nothing(tool):
     found = sanitizer()
     if found is None:
         pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit, or: pip install nvidia-cuda-sanitizer-api)")
+    version = version_of(found)
+    if version < LEAST.get(tool, version):
+        pytest.skip(f"{tool} of {'.'.join(map(str, version))} takes ordered accesses for races (pip install nvidia-cuda-sanitizer-api)")
     launch_once()  # compiles, outside of the tool
     ran = subprocess.run(
         [

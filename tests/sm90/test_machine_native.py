@@ -37,8 +37,8 @@ def problem_of(**more):
 
 CASES = {
     "block128, 128 rows through the pool": ({}, (128, "pool"), {"grid": 3, "races": True}),
-    "block128, 128 rows through the pool, late claims": ({}, (128, "pool", "late"), {"grid": 3}),
-    "bf16, 64 rows gathered, late claims, one K block": ({"format": "bf16", "hidden": 64, "intermediate": 64}, (64, "gather", "late"), {}),
+    "block128, 128 rows through the pool, early claims": ({}, (128, "pool", "early"), {"grid": 3, "races": True}),
+    "bf16, 64 rows, early claims, one K block": ({"format": "bf16", "hidden": 64, "intermediate": 64}, (64, "gather", "early"), {}),
     "block128, 64 rows gathered, one K block": ({"hidden": 128, "intermediate": 128}, (64, "gather"), {"races": True}),
     "block128, 128 rows gathered, early": ({"routing_weight": "early"}, (128, "gather"), {}),
     "bf16, partial tiles, biases": (

@@ -7,7 +7,7 @@ from megamoe.device import regions
 from .layer_config import ROW_BYTES, SMEM_BYTES, TILE_N, LayerConfig
 
 TILES_M = (64, 128)
-CLAIMS = ("early", "late")  # a CTA's next task: claimed while two are ahead of it, or when the one before it begins
+CLAIMS = ("late", "early")  # a CTA's next task: claimed when the one before it begins, or while two are ahead of it
 ROWS = ("gather", "pool")  # rows of x straight into shared memory by 16-byte copies, or through a pool grouped by expert and TMA
 MAX_SLOTS = 8  # rows that the dispatch warp has in flight
 
@@ -22,7 +22,7 @@ class NativeConfig(LayerConfig):
 
     tile_m: int = 128
     rows: str = "gather"
-    claims: str = "early"
+    claims: str = CLAIMS[0]
     stages: int | None = None
     unroll: int | None = None
     sms: int = 132
@@ -51,7 +51,7 @@ class NativeConfig(LayerConfig):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a math and of a producer thread: two temporaries beside 128 accumulators leave the producers the least there is."""
-        return (232, 40) if self.block_scales and self.tile_m == 128 else (208, 80)
+        return (232, 40) if self.promotes and self.tile_m == 128 else (208, 80)
 
     @property
     def task_slots(self) -> int:

@@ -72,6 +72,11 @@ class LayerConfig:
         return 2 if self.fmt == "bf16" else 1
 
     @property
+    def promotes(self) -> bool:
+        """Tensor cores add up FP8 products for one K block only: of a sum they keep about 14 bits and cut off the rest."""
+        return self.element == 1
+
+    @property
     def quantize(self) -> bool:
         return self.act_bf16 and self.fmt != "bf16"
 

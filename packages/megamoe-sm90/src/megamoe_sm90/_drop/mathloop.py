@@ -1,9 +1,10 @@
-"""The K loop of a math warpgroup: wgmma into 64 x 64 pieces, with block scales promoted every 128 of K from two temporaries in rotation.
+"""The K loop of a math warpgroup: wgmma into 64 x 64 pieces, with FP8 promoted every 128 of K from two temporaries in rotation.
 
 A step is one K block of one piece: four wgmma into a temporary. Step i + 1 is issued before step i is promoted (acc = fma(temp, row scale *
-panel scale, acc)), so a warpgroup keeps the tensor cores fed while it runs its own FMAs. Nothing may be in flight across the back edge of
-the loop: ptxas serialises every wgmma of a loop that reads a temporary issued in the previous iteration. So an iteration takes `k_unroll` K
-blocks and drains at its end. Without block scales the tensor cores accumulate over all of K.
+panel scale, acc), or a plain sum without block scales), so a warpgroup keeps the tensor cores fed while it runs its own FMAs. Nothing may
+be in flight across the back edge of the loop: ptxas serialises every wgmma of a loop that reads a temporary issued in the previous
+iteration. So an iteration takes `k_unroll` K blocks and drains at its end. In bf16 the tensor cores accumulate over all of K. In FP8 that
+took 1.8% (L2) off the results of a layer with hidden size 7168: what they cut off is always towards zero.
 """
 
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ class MathLoop:
         thr = fresh.get_slice(0)
         shape = thr.partition_shape_C((64, 64))
         accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(4 if c.tile_m == 128 else 2)]
-        temps = [cute.make_rmem_tensor(shape, Float32) for _ in range(TEMPS if c.block_scales else 0)]
+        temps = [cute.make_rmem_tensor(shape, Float32) for _ in range(TEMPS if c.promotes else 0)]
         parts = {}
         for name in ("full", "split") if c.tile_m == 128 else ("split",):
             split = name == "split"
@@ -76,7 +77,7 @@ class MathLoop:
 
     def iteration(self, mma, full, empty, stage, phase, lane):
         """`k_unroll` K blocks; returns the next (stage, phase)."""
-        if self.c.block_scales:
+        if self.c.promotes:
             return self._promoted(mma, full, empty, stage, phase, lane)
         return self._plain(mma, full, empty, stage, phase, lane)
 
@@ -86,9 +87,9 @@ class MathLoop:
         if p == mma.pieces - 1:
             self.release(empty, stages[u], lane)
         acc, temp = mma.accs[p], mma.temps[i % TEMPS]
-        scale = [s * panel[u][p // (mma.pieces // 2)] for s in row[u]]
+        scale = [s * panel[u][p // (mma.pieces // 2)] for s in row[u]] if self.c.block_scales else None
         for v in range(32):
-            acc[v] = cute.math.fma(temp[v], scale[(v // 2) % 2], acc[v])
+            acc[v] = cute.math.fma(temp[v], scale[(v // 2) % 2], acc[v]) if scale else acc[v] + temp[v]
 
     def _promoted(self, mma, full, empty, stage, phase, lane):
         c = self.c
@@ -99,8 +100,9 @@ class MathLoop:
             if p == 0:
                 stages[u] = stage
                 self._ready(full, stage, phase)
-                row[u] = (mma.scales[mma.row, stage], mma.scales[mma.row + 8, stage])
-                panel[u] = (mma.scales[c.tile_m, stage], mma.scales[c.tile_m + 1, stage])
+                if c.block_scales:
+                    row[u] = (mma.scales[mma.row, stage], mma.scales[mma.row + 8, stage])
+                    panel[u] = (mma.scales[c.tile_m, stage], mma.scales[c.tile_m + 1, stage])
             warpgroup.fence()
             self._issue(mma, mma.temps[i % TEMPS], True, mma.b[p], stage)
             warpgroup.commit_group()

@@ -20,6 +20,7 @@ class RanksConfig(NativeConfig):
     wire.COMBINES and wire.WIRES. stage: blocks whose FC2 rows can wait for their groups. delays: random waits at every step, for tests.
     """
 
+    claims: str = "early"
     ranks: int = 2
     max_tokens: int = 1
     total: int = 1
@@ -36,6 +37,8 @@ class RanksConfig(NativeConfig):
             found.append(f"ranks={self.ranks}; allowed: 2 to {wire.MOST_RANKS}")
         if self.rows != "pool":
             found.append(f"rows={self.rows!r}; allowed: 'pool' on several ranks")
+        if self.claims != "early":
+            found.append(f"claims={self.claims!r}; allowed: 'early' on several ranks")
         if self.wire != "bf16" and not self.grouped:
             found.append(f"wire={self.wire!r}; allowed: 'bf16' with combine 'routes'")
         if self.ring < LEAST_RING and self.ring != 0:

@@ -36,7 +36,7 @@ SPACE = Space(
         Knob("order", (AUTO, "native", "swap"), "operand order: by the tokens of each call, or always the same"),
         Knob("native_tile", (AUTO, *NATIVE_TILES), "token rows of a native tile"),
         Knob("native_rows", (AUTO, *NATIVE_ROWS), "how rows of x reach a native tile: gathered one by one, or through a pool by expert"),
-        Knob("native_claims", (AUTO, *NATIVE_CLAIMS), "when a native CTA claims a task: two ahead of its turn, or one"),
+        Knob("native_claims", (AUTO, *NATIVE_CLAIMS), "when a native CTA claims a task: one ahead of its turn (late), or two (early)"),
         Knob("swap_tile", (AUTO, *SWAP_TILES), "tokens of a swap-order tile"),
         Knob("swap_tokens", (AUTO, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), "most tokens of a call that runs in swap order"),
         Knob("pdl", (False, True), "a launch begins while the one before it on the stream ends (programmatic dependent launch)"),
@@ -76,7 +76,7 @@ class Rung:
         order: ``"native"`` or ``"swap"``.
         tile: tokens of a tile.
         rows: native order only: ``"gather"`` or ``"pool"``; else ``""``.
-        claims: native order only: ``"early"`` or ``"late"``; else ``""``.
+        claims: native order only: ``"late"`` or ``"early"``; else ``""``.
         pdl: launches may begin while the one before them on the stream ends.
     """
 
