@@ -1,7 +1,7 @@
 """No data race in rewritten kernels, whatever order their threads run in: fences and barriers of the emulation's device functions suffice.
 
 The functions are built so that every access of theirs is told to the machine's check of what happens before what (``tests/machine``). It
-knows the PTX memory model, not the hardware, and no proxies.
+knows the PTX memory model, not the hardware, and asks for proxy fences only where bulk and tensor copies use shared memory.
 """
 
 from __future__ import annotations

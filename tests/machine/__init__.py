@@ -28,7 +28,8 @@ read such words of shared memory are a fault.
 
 Loads and stores happen one after the other, so a missing fence, acquire or release changes no bytes. With ``races=True`` layers check what
 happens before what, in all their launches: accesses that conflict and are not ordered, or not as far as their scopes reach, are a fault,
-whatever order they came in (``host/order.cpp`` has the rules). Runs then take two to three times as long.
+whatever order they came in, and so are copies over shared memory that threads have accessed with no proxy fence on the way
+(``host/order.cpp`` has the rules). Runs then take two to three times as long.
 
 Sums of products are float32 in order of K, where tensor cores keep fewer bits of FP8 sums.
 """

@@ -265,3 +265,110 @@ def test_words_of_a_loose_interval_that_are_read_while_they_are_written_are_pois
         memory.run(message("", "", after="@%first ld.global.b32 %r5, [%data];"), grid=2, seed=seed)
         seen.add(memory.result())
     assert seen == {0, -1}, "read before it was written, or hidden"
+
+
+def by_warps(*bodies):
+    """What each warp does, by its lanes together; %p4 is its first lane, %p5 its second one."""
+    starts = "\n".join(f"setp.eq.b32 %p6, %r8, {warp};\n@%p6 bra $L__BB1_{warp};" for warp in range(len(bodies)))
+    code = "\n".join(f"$L__BB1_{warp}:\n{body}\nret;" for warp, body in enumerate(bodies))
+    inits = "\n".join(f"@%first mbarrier.init.shared.b64 [%smem+{64 + 8 * which}], 1;" for which in range(3))
+    lanes = "and.b32 %r7, %tid, 31;\nshr.u32 %r8, %tid, 5;\nsetp.eq.b32 %p4, %r7, 0;\nsetp.eq.b32 %p5, %r7, 1;"
+    return f"{inits}\nbar.sync 0;\n{lanes}\n{starts}\nret;\n{code}"
+
+
+def arrives(which):
+    return f"@%p4 mbarrier.arrive.shared.b64 %rd1, [%smem+{64 + 8 * which}];"
+
+
+def waits(which, parity=0, label="a"):
+    label = f"$L__BB2_{which}{parity}{label}"
+    return f"{label}:\nmbarrier.try_wait.parity.shared.b64 %p2, [%smem+{64 + 8 * which}], {parity};\n@!%p2 bra {label};"
+
+
+READ, WRITE, BY_OTHER_LANE = "@%p4 ld.shared.b32 %r5, [%smem];", "@%p4 st.shared.b32 [%smem], 7;", "@%p5 ld.shared.b32 %r5, [%smem+4];"
+FENCE, CONVERGE, BAR = "@%p4 fence.proxy.async;", "shfl.sync.idx.b32 %r9, %r0, 0, 31, -1;", "bar.sync 1, 64;"
+COPY, COPIED = "@%p4 cp.async.ca.shared.global [%smem], [%data], 16;", "cp.async.wait_all;"
+LOADS = """
+@%p4 mbarrier.arrive.expect_tx.shared.b64 %rd1, [%smem+80], 16;
+@%p4 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%smem], [%data], 16, [%smem+80];
+"""
+LOAD = LOADS + waits(2)
+SEND = """
+@%p4 cp.async.bulk.global.shared::cta.bulk_group [%data], [%smem], 16;
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group 0;
+"""
+TELLS = "@%p4 st.release.gpu.global.b32 [%flag], 1;"
+HEARS = "$L__BB2_flag:\nld.acquire.gpu.global.b32 %r1, [%flag];\nsetp.eq.b32 %p1, %r1, 0;\n@%p1 bra $L__BB2_flag;"
+
+
+def lines(*each):
+    return "\n".join(each)
+
+
+FENCED_PROXIES = {
+    "by who reads": (lines(READ, FENCE, arrives(0)), lines(waits(0), LOAD)),
+    "by who copies": (lines(READ, arrives(0)), lines(waits(0), FENCE, LOAD)),
+    "by a thread between": (lines(READ, arrives(0)), lines(waits(1), LOAD), lines(waits(0), FENCE, arrives(1))),
+    "by who writes": (lines(WRITE, FENCE, arrives(0)), lines(waits(0), LOAD)),
+    "before a barrier of the CTA": (lines(READ, FENCE, BAR), lines(BAR, LOAD)),
+    "behind a barrier of the CTA": (lines(READ, BAR), lines(BAR, FENCE, LOAD)),
+    "before a barrier of the CTA at which it only arrives": (lines(READ, FENCE, "bar.arrive 1, 64;"), lines(BAR, LOAD)),
+    "before a release": (lines(READ, FENCE, TELLS), lines(HEARS, LOAD)),
+    "behind an acquire": (lines(READ, TELLS), lines(HEARS, FENCE, LOAD)),
+    "before a fence and a relaxed store": (
+        lines(READ, FENCE, "fence.acq_rel.gpu;", TELLS.replace("release", "relaxed")),
+        lines(HEARS.replace("acquire", "relaxed"), "fence.acq_rel.gpu;", LOAD),
+    ),
+    "of shared memory": (lines(READ, arrives(0)), lines(waits(0), FENCE.replace(";", ".shared::cta;"), LOAD)),
+    "of the cluster's shared memory": (lines(READ, arrives(0)), lines(waits(0), FENCE.replace(";", ".shared::cluster;"), LOAD)),
+    "of one thread": (lines(READ, FENCE, LOAD),),
+    "by another lane": (lines(BY_OTHER_LANE, "bar.warp.sync -1;", FENCE, arrives(0)), lines(waits(0), LOAD)),
+    "by another lane behind a shuffle": (lines(BY_OTHER_LANE, CONVERGE, FENCE, arrives(0)), lines(waits(0), LOAD)),
+    "behind copies of the generic proxy": (lines(COPY, COPIED, FENCE, arrives(0)), lines(waits(0), LOAD)),
+    "before a bulk store": (lines(WRITE, FENCE, arrives(0)), lines(waits(0), SEND)),
+    "none before a bulk store of what is only read": (lines(READ, SEND),),
+    "none within a proxy": (lines(LOAD, CONVERGE, LOADS, waits(2, 1)),),
+    "none before reads of what a copy brought": (lines(LOAD, READ),),
+}
+
+UNFENCED_PROXIES = {
+    "none": (lines(READ, arrives(0)), lines(waits(0), LOAD)),
+    "none behind a write": (lines(WRITE, arrives(0)), lines(waits(0), LOAD)),
+    "none in a thread": (lines(READ, LOAD),),
+    "none at a barrier of the CTA": (lines(READ, BAR), lines(BAR, LOAD)),
+    "none between a release and an acquire": (lines(READ, TELLS), lines(HEARS, LOAD)),
+    "before the read": (lines(FENCE, READ, arrives(0)), lines(waits(0), LOAD)),
+    "before it knows of the read": (lines(READ, arrives(0)), lines(FENCE, waits(0), LOAD)),
+    "behind the arrival": (lines(READ, arrives(0), FENCE), lines(waits(0), LOAD)),
+    "in a thread that is not between": (lines(READ, arrives(0)), lines(waits(0), LOAD), lines(waits(0, label="b"), FENCE)),
+    "by another lane that knows nothing of a write": (lines(WRITE, CONVERGE, "@%p5 fence.proxy.async;", arrives(0)), lines(waits(0), LOAD)),
+    "behind the copy": (lines(READ, arrives(0)), lines(waits(0), LOADS, FENCE, waits(2))),
+    "of global memory": (lines(READ, arrives(0)), lines(waits(0), FENCE.replace(";", ".global;"), LOAD)),
+    "of memory order": (lines(READ, "fence.acq_rel.sys;", arrives(0)), lines(waits(0), "fence.sc.sys;", LOAD)),
+    "by another lane before a shuffle": (lines(BY_OTHER_LANE, FENCE, CONVERGE, arrives(0)), lines(waits(0), LOAD)),
+    "before copies of the generic proxy are there": (lines(COPY, FENCE, COPIED, arrives(0)), lines(waits(0), LOAD)),
+    "by another lane before a bulk store": (lines(WRITE, CONVERGE, "@%p5 fence.proxy.async;", arrives(0)), lines(waits(0), SEND)),
+    "once, and the stage is used again": (lines(READ, FENCE, LOAD, CONVERGE, READ, LOADS, waits(2, 1)),),
+}
+
+
+def run_warps(bodies, seed):
+    Memory().run(by_warps(*bodies), block=32 * len(bodies), seed=seed)
+
+
+@pytest.mark.parametrize("fence", FENCED_PROXIES)
+def test_copies_behind_a_proxy_fence_are_silent(fence):
+    for seed in range(4):
+        run_warps(FENCED_PROXIES[fence], seed)
+
+
+@pytest.mark.parametrize("fence", UNFENCED_PROXIES)
+def test_copies_over_what_threads_accessed_without_a_proxy_fence_are_data_races(fence):
+    unfenced = (
+        r"data races:\n  lines \d+ and \d+, without a proxy fence: weak .* thread \d+; weak .* by (copies|a bulk store) .* at shared offset"
+    )
+    for seed in range(2):
+        with pytest.raises(MachineFault, match=unfenced) as caught:
+            run_warps(UNFENCED_PROXIES[fence], seed)
+        assert str(caught.value).count("\n  lines") == 1

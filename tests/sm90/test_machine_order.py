@@ -31,6 +31,7 @@ LAYERS = {
     "grouped": lambda: Ranks(PROBLEM, 2, grid=2, tile=64, combine="grouped", wire_format="mxfp8", races=True),
     "alone": without_room,
     "gather": lambda: OneRank(PROBLEM, "native", 64, "gather", grid=3, races=True),
+    "swap": lambda: OneRank(PROBLEM, "swap", 16, races=True),
 }
 TOKENS = ((40, 17), (1, 40), (40, 33))
 
@@ -87,6 +88,8 @@ def whole_lines(ptx, before=0):
 
 
 FENCE, BETWEEN_GPUS, BETWEEN_CTAS = r"fence\.acq_rel\.sys;", "data races(?s:.)*between GPUs", "data races(?s:.)*between CTAs"
+SHARED_FENCE = r"fence\.proxy\.async\.shared::cta;"
+UNFENCED = r"data races:\n  lines \d+ and \d+, without a proxy fence: .*{} of .*; weak write of .* by copies that complete on an mbarrier"
 PLANTED = {
     "counts without a fence": ("routes", last(FENCE), BETWEEN_GPUS + ".* at (x|lists|xs) of rank"),
     "counts behind a fence of GPU scope": ("routes", last(FENCE, "fence.acq_rel.gpu;"), BETWEEN_GPUS + ".* at (x|lists|xs) of rank"),
@@ -106,6 +109,8 @@ PLANTED = {
     "groups that are counted without order": ("grouped", everywhere(r"atom\.acq_rel", "atom.relaxed"), "data races"),
     "intermediate rows that nothing releases": ("gather", everywhere(r"red\.release", "red.relaxed"), BETWEEN_CTAS),
     "lists that nobody acquires": ("gather", everywhere(r"ld\.acquire", "ld.relaxed"), BETWEEN_CTAS),
+    "row scales over those that threads have read": ("swap", last(SHARED_FENCE), UNFENCED.format("read")),
+    "weights over what lists were made of": ("swap", lambda ptx: re.sub(SHARED_FENCE, "", ptx, count=1), UNFENCED.format("(read|write)")),
     "loads of a task that reach into the one before": ("gather", lambda ptx: whole_lines(ptx, before=16), "data races"),
 }
 

@@ -127,6 +127,9 @@ void proxy_fence(Thread* thread, bool shared, bool global) {
   Fiber* t = fiber(thread);
   ProxyFences& f = M->fences[t->of->first_warp + t->warp];
   M->now++;
-  if (shared) f.shared = M->now;
+  if (shared) {
+    f.shared = M->now;
+    order_proxy_fence(t);
+  }
   if (global) f.global = M->now;
 }

@@ -12,6 +12,12 @@ strong with scopes that reach, and neither before the other. It is no race
   PTX does not say so, but a warp's accesses to shared memory happen in order, and libraries rely on it. It does not hold for what they write;
 - to read, in an interval that was said to be loose, what is written at the same time: such words arrive as poison.
 
+Bulk and tensor copies may write over what threads and cp.async have accessed in shared memory, and read what those have written, only if a
+proxy fence lies between, too: behind the access and before the copy, in any thread on the way. So a thread has a second clock, of what such
+fences came behind. It becomes the first one at a fence, and others learn both. What lanes have read before their warp converged is behind
+every later fence of the warp. Any other change of the proxy needs no more than the wait for a copy. Copies from global memory are left to
+memory.cpp, which asks for a fence of the warp that wrote or reads.
+
 The products of wgmma, ldmatrix, stmatrix and copies from shared memory to shared memory are left out. So is what is read of a buffer that no
 other run knows before the first write to it. */
 #include <string.h>
@@ -33,8 +39,27 @@ static void reach(std::vector<u32>& clock, u32 who, u32 time) {
   clock[who] = std::max(clock[who], time);
 }
 
-static u32 new_actor(u32 gpu, u32 cta, u32 thread, const char* what) {
-  M->order->places.push_back({gpu, cta, thread, what, 0});
+/* A clock that others may hold, to be changed. */
+static std::vector<u32>& own(Clock& clock) {
+  if (clock.use_count() > 1) clock = std::make_shared<std::vector<u32>>(*clock);
+  return *clock;
+}
+
+static bool within(const std::vector<u32>& part, const std::vector<u32>& whole) {
+  const size_t n = std::min(part.size(), whole.size());
+  bool all = std::all_of(part.begin() + n, part.end(), [](u32 time) { return !time; });
+  for (size_t i = 0; i < n; i++) all &= part[i] <= whole[i];
+  return all;
+}
+/* What is fenced seldom changes: most clocks stay as they are, or become one that is there already. */
+static void join_fenced(Clock& into, const Clock& other) {
+  if (!other || other == into || within(*other, *into)) return;
+  if (within(*into, *other)) into = other;
+  else join(own(into), *other);
+}
+
+static u32 new_actor(u32 gpu, u32 cta, u32 thread, const char* what, bool async = false) {
+  M->order->places.push_back({gpu, cta, thread, what, async, 0});
   return M->order->places.size() - 1;
 }
 
@@ -53,21 +78,35 @@ static bool knows(const Actor& a, const Access& x) {
   return x.converged && (warp == a.warp ? a.converged : at(a.clock, warp)) >= x.converged;
 }
 
-/* A clock of one's own, to be changed. */
-static std::vector<u32>& own(Actor& a) {
-  if (a.clock.use_count() > 1) a.clock = std::make_shared<std::vector<u32>>(*a.clock);
-  return *a.clock;
+/* Whether a proxy fence lies between an access that it knows and now. */
+static bool fenced(const Actor& a, const Access& x) {
+  return at(a.fenced, x.who) >= x.time || (x.converged && at(a.fenced, M->order->places[x.who].warp) >= x.converged);
 }
 
-static void learn(Actor& a, const Release& r) {
+/* Clocks that have been joined already: many threads have the same. */
+struct Had {
+  std::vector<const void*> list;
+  bool operator()(const Clock& clock) {
+    if (!clock || std::find(list.begin(), list.end(), clock.get()) != list.end()) return true;
+    list.push_back(clock.get());
+    return false;
+  }
+};
+
+static void learn(Actor& a, const Release& r, Had& known, Had& fenced) {
   if (knows(a, r.who, r.time)) return;
-  std::vector<u32>& clock = own(a);
-  if (r.known && r.known != a.clock) join(clock, *r.known);
+  std::vector<u32>& clock = own(a.clock);
+  if (!known(r.known)) join(clock, *r.known);
   reach(clock, r.who, r.time);
+  if (!fenced(r.fenced)) join_fenced(a.fenced, r.fenced);
+}
+static void learn(Actor& a, const Release& r) {
+  Had known, fenced;
+  learn(a, r, known, fenced);
 }
 
 /* Threads of a CTA that learn the same from the same get one clock. */
-struct Learned { Clock before, after; u64 version = 0; u32 cta, scope; };
+struct Learned { Clock before, after, fenced_before, fenced_after; u64 version = 0; u32 cta, scope; };
 static Learned learned[64];
 
 /* A relaxed load learns of the stores themselves, which know nothing. */
@@ -76,16 +115,20 @@ static void learn(Actor& a, const Releases& all, u32 scope, bool acquires = true
   if (std::none_of(all.list.begin(), all.list.end(), wanted)) return;
   scope |= acquires ? 0 : 8;
   Learned& l = learned[((u64)a.clock.get() / 64 ^ all.version) % 64];
-  if (l.before == a.clock && l.version == all.version && l.cta == a.cta && l.scope == scope) {
-    a.clock = l.after;
+  if (l.before == a.clock && l.fenced_before == a.fenced && l.version == all.version && l.cta == a.cta && l.scope == scope) {
+    a.clock = l.after, a.fenced = l.fenced_after;
     return;
   }
-  l.before = a.clock, l.version = all.version, l.cta = a.cta, l.scope = scope;
+  l.before = a.clock, l.fenced_before = a.fenced, l.version = all.version, l.cta = a.cta, l.scope = scope;
   scope &= 7;
+  Had known, fenced;
   for (const Release& r : all.list)
-    if (wanted(r)) learn(a, r);
-    else if ((r.who == a.who || r.who == a.strong) && (acquires || !r.known)) reach(own(a), r.who, r.time); /* which the others learn */
-  l.after = a.clock;
+    if (wanted(r)) learn(a, r, known, fenced);
+    else if ((r.who == a.who || r.who == a.strong) && (acquires || !r.known)) { /* which the others learn */
+      reach(own(a.clock), r.who, r.time);
+      join_fenced(a.fenced, r.fenced);
+    }
+  l.after = a.clock, l.fenced_after = a.fenced;
 }
 
 static void add(Releases& all, const Release& r) {
@@ -103,9 +146,14 @@ static void settle(Actor& a, std::vector<u32>& clock) {
   reach(clock, a.strong, a.stores);
   reach(clock, a.warp, a.converged);
 }
+static void settle_fenced(const Actor& a, Clock& fenced) {
+  for (auto [who, time] : {std::pair(a.who, a.fenced_time), {a.strong, a.fenced_stores}, {a.warp, a.fenced_converged}})
+    if (at(fenced, who) < time) reach(own(fenced), who, time);
+}
 static Release release(Actor& a, u32 scope) {
-  if (at(a.clock, a.strong) < a.stores || at(a.clock, a.warp) < a.converged) settle(a, own(a));
-  return {a.who, a.time++, a.clock, scope};
+  settle_fenced(a, a.fenced);
+  if (at(a.clock, a.strong) < a.stores || at(a.clock, a.warp) < a.converged) settle(a, own(a.clock));
+  return {a.who, a.time++, a.clock, scope, a.fenced};
 }
 
 /* ---- accesses ---- */
@@ -121,10 +169,11 @@ static std::string name(const Access& x) {
   return what + format("GPU %u, CTA %u, thread %u", p.gpu, cta, p.thread);
 }
 
-static void race(const Access& old, const Access& now, u64 address, Cta* shared, bool same = false) {
+static void race(const Access& old, const Access& now, u64 address, Cta* shared, bool same = false, const char* how = "") {
   auto& races = M->order->races;
   const Place &a = M->order->places[old.who], &b = M->order->places[now.who];
-  const std::string key = format("\n  lines %u and %u%s", old.line, now.line, a.gpu != b.gpu ? ", between GPUs" : a.cta != b.cta ? ", between CTAs" : "") + ": ";
+  const char* between = a.gpu != b.gpu ? ", between GPUs" : a.cta != b.cta ? ", between CTAs" : "";
+  const std::string key = format("\n  lines %u and %u%s%s: ", old.line, now.line, between, how);
   auto next = races.lower_bound(key); /* one of a kind */
   if (races.size() > 40 || (next != races.end() && next->compare(0, key.size(), key) == 0)) return;
   const std::string where = shared ? format("shared offset %d", (int)(address - (u64)shared->shared - SHARED_BEGIN)) : format("@%#llx", (unsigned long long)address);
@@ -163,9 +212,14 @@ static bool reaches(const Access& x, const Access& y) {
 static bool settled(const Actor& a, const Access& old, const Access& now, u64 address, Cta* shared, bool& hidden) {
   const u32 common = old.bytes & now.bytes;
   if (!common) return false;
+  const auto& places = M->order->places;
   const bool covers = common == old.bytes;
   if (old.who == now.who) return covers && (now.write || !old.write);
-  if (knows(a, old)) return covers && (now.write || (!old.write && now.who == a.who));
+  if (knows(a, old)) {
+    if (shared && places[now.who].async && !places[old.who].async && (old.write | now.write) && !fenced(a, old))
+      race(old, now, address, shared, false, ", without a proxy fence");
+    return covers && (now.write || (!old.write && now.who == a.who));
+  }
   if (!(old.write | now.write) || reaches(old, now)) return false;
   if (!(old.write & now.write) && !shared && is_loose(address)) {
     hidden |= !now.write;
@@ -261,8 +315,9 @@ void* order_access(Fiber* t, void* to, u32 size, bool write, u32 how, Cta* share
         if (!r.known || knows(a, r.who, r.time)) continue;
         const u32 both = std::min(r.scope, scope);
         auto same = std::find_if(a.seen.begin(), a.seen.end(), [&](auto& s) { return s.who == r.who && s.scope == both; });
-        if (same == a.seen.end()) a.seen.push_back({r.who, r.time, r.known, both});
-        else if (same->time < r.time) *same = {r.who, r.time, r.known, both}; /* another word may still hold an older one */
+        if (same == a.seen.end()) same = a.seen.insert(same, r);
+        else if (same->time < r.time) *same = r; /* another word may still hold an older one */
+        same->scope = both;
       }
     }
   }
@@ -307,12 +362,18 @@ void memory_fence(Thread* thread, u32 how) {
   if (how & RELEASE) a.fences[scope] = release(a, scope);
 }
 
+void order_proxy_fence(Fiber* t) {
+  if (!t->actor) return;
+  Actor& a = *t->actor;
+  a.fenced = a.clock, a.fenced_time = a.time++, a.fenced_stores = a.stores, a.fenced_converged = a.converged;
+}
+
 /* ---- copies ---- */
 
 static Phase& phase_of(const char* barrier, Cta* cta) {
   const u32 id = cta->fibers[0]->actor->cta;
   Phase& p = M->order->barriers[{id, (u64)(barrier - cta->shared)}];
-  if (!p.who) p.who = new_actor(cta->launch->gpu, id, 0, "copies that complete on an mbarrier");
+  if (!p.who) p.who = new_actor(cta->launch->gpu, id, 0, "copies that complete on an mbarrier", true);
   return p;
 }
 
@@ -327,9 +388,11 @@ std::vector<u32> order_copy(Fiber* t, const void* to, u32 size, bool write, Cta*
     if (!a.copies) a.copies = new_actor(a.gpu, a.cta, t->tid, "cp.async");
     x.who = a.copies, x.time = a.copied + 1;
   } else {
-    if (!a.targets) a.targets = new_actor(a.gpu, a.cta, t->tid, "a bulk store"), a.sources = new_actor(a.gpu, a.cta, t->tid, "a bulk store");
+    for (u32* who : {&a.targets, &a.sources})
+      if (!*who) *who = new_actor(a.gpu, a.cta, t->tid, "a bulk store", true);
     x.who = write ? a.targets : a.sources, x.time = a.group;
   }
+  if (kind != CP_ASYNC) settle_fenced(a, a.fenced); /* it asks for its own accesses, too */
   return touch(a, to, size, x, shared);
 }
 
@@ -380,19 +443,20 @@ void order_together(const std::vector<Fiber*>& all, Releases* others) {
   if (!M->order || all.empty()) return;
   auto clock = std::make_shared<std::vector<u32>>(*all[0]->actor->clock);
   clock->resize(M->order->places.size());
-  std::vector<const void*> had{all[0]->actor->clock.get()};
-  auto take = [&](const Clock& other) {
-    if (!other || std::find(had.begin(), had.end(), other.get()) != had.end()) return;
-    had.push_back(other.get());
-    join(*clock, *other);
+  Clock fenced = all[0]->actor->fenced;
+  Had had, had_fenced;
+  auto take = [&](const Clock& its, const Clock& its_fenced) {
+    if (!had(its)) join(*clock, *its);
+    if (!had_fenced(its_fenced)) join_fenced(fenced, its_fenced);
   };
-  for (Fiber* t : all) take(t->actor->clock);
+  for (Fiber* t : all) take(t->actor->clock, t->actor->fenced);
+  for (Fiber* t : all) settle_fenced(*t->actor, fenced);
   if (others)
-    for (const Release& r : others->list) take(r.known), reach(*clock, r.who, r.time);
+    for (const Release& r : others->list) take(r.known, r.fenced), reach(*clock, r.who, r.time);
   for (Fiber* t : all) {
     reach(*clock, t->actor->who, t->actor->time++);
     settle(*t->actor, *clock);
-    t->actor->clock = clock;
+    t->actor->clock = clock, t->actor->fenced = fenced;
   }
   if (others) *others = {};
 }
@@ -467,7 +531,7 @@ void order_begin(Launch* launch) {
         o.places[a.who].warp = a.warp;
       }
       t->actor = actors[t->tid].get();
-      t->actor->clock = o.ended[gpu];
+      t->actor->clock = t->actor->fenced = o.ended[gpu]; /* the end of a launch is behind all of it, in all proxies */
       t->actor->seen.clear();
       for (auto& fence : t->actor->fences) fence = {};
     }

@@ -14,6 +14,7 @@ struct Release { /* what an actor had done and known at some time; `known` is nu
   u32 who, time;
   Clock known;
   u32 scope;
+  Clock fenced = nullptr; /* see Actor */
 };
 
 struct Releases { /* that an observer of some word or barrier synchronizes with */
@@ -32,11 +33,18 @@ struct Cell { /* accesses to a granule that may still conflict with later ones *
   u32 more; /* index of the list of the others, 0: there are none */
 };
 
-struct Place { u32 gpu, cta, thread; const char* what; u32 warp; }; /* of an actor; `cta` is unique among GPUs, `warp` is Actor::warp */
+struct Place { /* of an actor */
+  u32 gpu, cta, thread; /* `cta` is unique among GPUs */
+  const char* what;     /* null: a thread */
+  bool async;           /* of the asynchronous proxy */
+  u32 warp;             /* Actor::warp */
+};
 
 struct Actor { /* a thread; it goes on in the thread of the same place of its GPU's next launch */
   u32 who, gpu, cta, time = 1;
   Clock clock;
+  Clock fenced; /* what a proxy fence for shared memory has come behind, but for what its own last fence says of it and its warp: */
+  u32 fenced_time = 0, fenced_stores = 0, fenced_converged = 0;
   u32 strong = 0, stores = 0;  /* actor of its relaxed stores, and how many there have been */
   u32 warp = 0, converged = 0; /* actor of what lanes of its warp have read of shared memory, and how often they have converged */
   std::vector<Release> seen; /* by relaxed loads: a fence synchronizes with them */

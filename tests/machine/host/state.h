@@ -200,6 +200,7 @@ void order_together(const std::vector<Fiber*>&, Releases* others = nullptr); /* 
 void order_converge(Fiber*); /* all lanes of its warp come here */
 void order_release(Fiber*, Releases&);
 void order_acquire(Fiber*, const Releases&);
+void order_proxy_fence(Fiber*); /* for shared memory */
 void order_init(Fiber*, char* barrier, Cta*);
 void order_arrive(Fiber*, char* barrier, Cta*);
 void order_complete(Fiber*, char* barrier, Cta*); /* relaxed: what it releases is what fences before it do */
