@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -16,7 +17,7 @@ from megamoe.bench import compare, contestants, plot, results, workloads
 from megamoe.bench.contestants import Case, open_contestant
 from megamoe.bench.results import Point
 from megamoe.bench.roof import H200, Roof
-from megamoe.bench.timing import Timing
+from megamoe.bench.timing import Timing, orders
 from megamoe.bench.unfused import Unfused
 from megamoe.bench.workloads import Shape, make_ids, make_inputs, make_weights
 from megamoe.cli import main
@@ -64,6 +65,16 @@ def test_ids_are_experts(routing, tokens):
     assert ids.dtype == torch.int32
     assert ((ids >= 0) & (ids < 16)).all()
     assert routing == "one" or all(len(set(row.tolist())) == 4 for row in ids)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_nobody_always_comes_behind_the_same(count):
+    names = [f"contestant {n}" for n in range(count)]
+    rounds = orders(names, 6)
+    assert all(sorted(one) == names for one in rounds)
+    one_after_the_other = [name for one in rounds for name in one]
+    behind = {(name, before) for before, name in itertools.pairwise(one_after_the_other)}
+    assert all(len({before for name, before in behind if name == who}) >= 2 for who in names)
 
 
 def test_patterns_load_experts_as_they_say():

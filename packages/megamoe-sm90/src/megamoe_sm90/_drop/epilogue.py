@@ -31,7 +31,7 @@ class Epilogue:
             ups = [up + c.up_bias for up in ups]
         return [ups[i] * (gates[i] * (inverse * terms[1 - i])) for i in range(2)]
 
-    def _fc1_values(self, part, accs, e, n, lane, dequant, weights, b13):
+    def _fc1_values(self, part, accs, e, n, lane, weights, b13):
         """accs[p] of the gate pieces become the activated values (still fp32)."""
         c = self.c
         half = part.pieces // 2
@@ -45,8 +45,6 @@ class Epilogue:
                 for r in range(2):
                     v = 4 * j + 2 * r
                     gates, ups = [accs[p][v], accs[p][v + 1]], [accs[half + p][v], accs[half + p][v + 1]]
-                    if dequant is not None:
-                        gates, ups = [x * dequant for x in gates], [x * dequant for x in ups]
                     if bias is not None:
                         gates, ups = [gates[k] + bias[k][0] for k in range(2)], [ups[k] + bias[k][1] for k in range(2)]
                     for k, value in enumerate(self._activate(gates, ups)):
@@ -101,19 +99,14 @@ class Epilogue:
         """Where the routing weight of a route lies; -1, a row without a route, reads the first."""
         return topk_w + Int64(cutlass.max(route, 0)) * 4
 
-    def fc1(
-        self, part, accs, e, n, pool, valid, routes, lane, x_scale, w13_scale, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange
-    ):
+    def fc1(self, part, accs, e, n, pool, valid, routes, lane, b13, topk_w, mid_static, mid, mid_scale, pool_rows, exchange):
         c = self.c
         row = part.row
         selectors = w.quad_selectors(lane)
-        dequant = None
-        if c.fmt in ("fp8_tensor", "fp8_tensor_e5m2"):
-            dequant = w.load_f32(x_scale) * w.load_f32(w13_scale + Int64(e) * 4)
         weights = None
         if c.early:
             weights = [w.load_f32(self.weight_of(topk_w, routes[row + 8 * r])) for r in range(2)]
-        self._fc1_values(part, accs, e, n, lane, dequant, weights, b13)
+        self._fc1_values(part, accs, e, n, lane, weights, b13)
         amax = []
         if c.block_scales:
             amax = [self._row_amax(part, accs, r) for r in range(2)]
@@ -134,28 +127,22 @@ class Epilogue:
                 scale = w.load_f32(mid_static)
             self._store_fp8(part, accs, r, n, lane, scale, quantize.reciprocal(scale), address, ok, selectors)
 
-    def fc2(self, part, accs, e, n, valid, routes, lane, mid_static, w2_scale, b2, stage):
+    def fc2(self, part, accs, e, n, valid, routes, lane, b2, stage):
         c = self.c
         row = part.row
         selectors = w.quad_selectors(lane)
         half = part.pieces // 2
-        dequant = None
-        if c.fmt in ("fp8_tensor", "fp8_tensor_e5m2"):
-            dequant = w.load_f32(mid_static) * w.load_f32(w2_scale + Int64(e) * 4)
         # Pieces 0 .. half - 1 lie in the first 128-column panel, the others in the second.
         columns = [n * 256 + (p // half) * 128 + part.channel(p % half) for p in range(part.pieces)]
-        if dequant is not None or c.bias2:
+        if c.bias2:
             for p in range(part.pieces):
                 for j in range(8):
                     for k in range(2):
-                        bias = None
-                        if c.bias2:
-                            column = cutlass.min(columns[p] + 8 * j + 2 * (lane % 4) + k, c.hidden - 1)
-                            bias = w.load_f32(b2 + (Int64(e) * c.hidden + column) * 4)
+                        column = cutlass.min(columns[p] + 8 * j + 2 * (lane % 4) + k, c.hidden - 1)
+                        bias = w.load_f32(b2 + (Int64(e) * c.hidden + column) * 4)
                         for r in range(2):
                             v = 4 * j + 2 * r + k
-                            value = accs[p][v] if dequant is None else accs[p][v] * dequant
-                            accs[p][v] = value if bias is None else value + bias
+                            accs[p][v] = accs[p][v] + bias
         for r in range(2):
             ok = row + 8 * r < valid
             address = self.result_row(stage, routes[row + 8 * r])

@@ -1,10 +1,10 @@
 """The K loop of a math warpgroup: wgmma into 64 x 64 pieces, with FP8 promoted every 128 of K from two temporaries in rotation.
 
-A step is one K block of one piece: four wgmma into a temporary. Step i + 1 is issued before step i is promoted (acc = fma(temp, row scale *
-panel scale, acc), or a plain sum without block scales), so a warpgroup keeps the tensor cores fed while it runs its own FMAs. Nothing may
-be in flight across the back edge of the loop: ptxas serialises every wgmma of a loop that reads a temporary issued in the previous
-iteration. So an iteration takes `k_unroll` K blocks and drains at its end. In bf16 the tensor cores accumulate over all of K. In FP8 that
-took 1.8% (L2) off the results of a layer with hidden size 7168: what they cut off is always towards zero.
+A step is one K block of one piece: four wgmma into a temporary. Step i + 1 is issued before step i is promoted (acc = fma(temp, scale,
+acc)), so a warpgroup keeps the tensor cores fed while it runs its own FMAs. The scale is the row's times the panel's, or that of the two
+tensors. Nothing may be in flight across the back edge of the loop: ptxas serialises every wgmma of a loop that reads a temporary issued in
+the previous iteration. So an iteration takes `k_unroll` K blocks and drains at its end. In bf16 the tensor cores accumulate over all of K.
+In FP8 that took 1.8% (L2) off the results of a layer with hidden size 7168: what they cut off is always towards zero.
 """
 
 from types import SimpleNamespace
@@ -13,6 +13,8 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
+
+from .words import fma_here
 
 TEMPS = 2
 
@@ -75,34 +77,42 @@ class MathLoop:
             atom = mma.fresh if first and kk == 0 else mma.more
             cute.gemm(atom, target, mma.a[None, None, kk, stage], b[None, None, kk, stage], target)
 
-    def iteration(self, mma, full, empty, stage, phase, lane):
-        """`k_unroll` K blocks; returns the next (stage, phase)."""
+    def iteration(self, mma, full, empty, stage, phase, lane, tensors):
+        """`k_unroll` K blocks; returns the next (stage, phase). `tensors`: the product of the two tensors' scales, where they have some."""
         if self.c.promotes:
-            return self._promoted(mma, full, empty, stage, phase, lane)
+            return self._promoted(mma, full, empty, stage, phase, lane, tensors)
         return self._plain(mma, full, empty, stage, phase, lane)
 
-    def _finish(self, i, mma, panel, row, stages, empty, lane):
+    def _finish(self, i, mma, scales, stages, empty, lane):
         """Step i's wgmmas are complete: give the stage back if this was its last user, then promote."""
         u, p = i // mma.pieces, i % mma.pieces
         if p == mma.pieces - 1:
             self.release(empty, stages[u], lane)
         acc, temp = mma.accs[p], mma.temps[i % TEMPS]
-        scale = [s * panel[u][p // (mma.pieces // 2)] for s in row[u]] if self.c.block_scales else None
+        scale = scales[u](p // (mma.pieces // 2))
+        # With one scale for all K blocks the compiler would promote several together, and keep their temporaries until then: they spill.
+        fma = cute.math.fma if self.c.block_scales else fma_here
         for v in range(32):
-            acc[v] = cute.math.fma(temp[v], scale[(v // 2) % 2], acc[v]) if scale else acc[v] + temp[v]
+            acc[v] = fma(temp[v], scale[(v // 2) % 2], acc[v])
 
-    def _promoted(self, mma, full, empty, stage, phase, lane):
+    def _scales(self, mma, stage, tensors):
+        """A function: panel -> the scales of this thread's two rows of a K block."""
+        if tensors is not None:
+            return lambda panel: (tensors, tensors)
+        rows = (mma.scales[mma.row, stage], mma.scales[mma.row + 8, stage])
+        panels = (mma.scales[self.c.tile_m, stage], mma.scales[self.c.tile_m + 1, stage])
+        return lambda panel: tuple(row * panels[panel] for row in rows)
+
+    def _promoted(self, mma, full, empty, stage, phase, lane, tensors):
         c = self.c
         steps = c.k_unroll * mma.pieces
-        panel, row, stages = {}, {}, {}
+        scales, stages = {}, {}
         for i in range(steps):
             u, p = i // mma.pieces, i % mma.pieces
             if p == 0:
                 stages[u] = stage
                 self._ready(full, stage, phase)
-                if c.block_scales:
-                    row[u] = (mma.scales[mma.row, stage], mma.scales[mma.row + 8, stage])
-                    panel[u] = (mma.scales[c.tile_m, stage], mma.scales[c.tile_m + 1, stage])
+                scales[u] = self._scales(mma, stage, tensors)
             warpgroup.fence()
             self._issue(mma, mma.temps[i % TEMPS], True, mma.b[p], stage)
             warpgroup.commit_group()
@@ -110,10 +120,10 @@ class MathLoop:
                 stage, phase = self._advance(stage, phase, c.num_stages)
             if i >= TEMPS - 1:
                 warpgroup.wait_group(TEMPS - 1)
-                self._finish(i - (TEMPS - 1), mma, panel, row, stages, empty, lane)
+                self._finish(i - (TEMPS - 1), mma, scales, stages, empty, lane)
         for j in range(TEMPS - 1):
             warpgroup.wait_group(TEMPS - 2 - j)
-            self._finish(steps - (TEMPS - 1) + j, mma, panel, row, stages, empty, lane)
+            self._finish(steps - (TEMPS - 1) + j, mma, scales, stages, empty, lane)
         return stage, phase
 
     def _plain(self, mma, full, empty, stage, phase, lane):

@@ -551,8 +551,11 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
         rounds = Int32(c.kb2 // c.k_unroll)
         if kind == stream.FC1:
             rounds = Int32(c.kb1 // c.k_unroll)
+        tensors = None
+        if cutlass.const_expr(c.promotes and not c.block_scales):
+            tensors = self.tensor_scales(kind, words[at + 1])
         for _ in cutlass.range(rounds, unroll=1):
-            stage, phase = self.iteration(part, full, empty, stage, phase, lane)
+            stage, phase = self.iteration(part, full, empty, stage, phase, lane, tensors)
         routes = cute.make_tensor(words.iterator + (at + WORDS), cute.make_layout(c.tile_m))
         e, n, pool, valid = words[at + 1], words[at + 2], words[at + 3], words[at + 4]
         if kind == stream.FC1:
@@ -569,8 +572,6 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
                 valid,
                 routes,
                 lane,
-                w.x_scale,
-                w.w13_scale,
                 w.b13,
                 w.topk_w,
                 w.mid_static,
@@ -582,8 +583,16 @@ class NativeMoE(Loaders, MathLoop, Epilogue):
             if cutlass.const_expr(part.split):  # a full tile meets nobody: its turn would hand the words of the tile before to the next one
                 flip = flip ^ 1
         else:
-            self.fc2(part, part.accs, e, n, valid, routes, lane, w.mid_static, w.w2_scale, w.b2, w.stage)
+            self.fc2(part, part.accs, e, n, valid, routes, lane, w.b2, w.stage)
         return stage, phase, flip
+
+    @cute.jit
+    def tensor_scales(self, kind, e):
+        """Scale of x times that of the expert's w13 for FC1, of mid times that of its w2 for FC2."""
+        rows, weights = self.w.mid_static, self.w.w2_scale
+        if kind == stream.FC1:
+            rows, weights = self.w.x_scale, self.w.w13_scale
+        return memory.ld_f32(rows) * memory.ld_f32(weights + Int64(e) * 4)
 
     def exchange_amax(self, own, exchanged, flip, row, wg):
         """In a split tile each warpgroup has half of a row's 128 channels: the maximum over both."""

@@ -45,6 +45,11 @@ def load_f32(address):
     return cute.arch.inline_ptx("ld.global.nc.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
 
 
+def fma_here(a, b, c):
+    """a * b + c between the side effects around it; the compiler moves a plain one to where it is used."""
+    return cute.arch.inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
+
+
 def min_nan(a, b):
     return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
