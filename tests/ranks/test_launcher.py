@@ -231,8 +231,8 @@ def program(tmp_path, temporary):
     file = tmp_path / "program.py"
     file.write_text(
         "import sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import test_launcher as here\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from tests.ranks import test_launcher as here\n"
         "if __name__ == '__main__':\n"
         "    try:\n"
         "        print(here.launch(getattr(here, sys.argv[1]), 2, *sys.argv[2:]))\n"
