@@ -143,11 +143,6 @@ def proxy_fence():
     arch.inline_ptx("fence.proxy.async;")
 
 
-def shared_proxy_fence():
-    """Order reads and writes of shared memory that this thread knows of before its later TMA and bulk copies into it."""
-    arch.inline_ptx("fence.proxy.async.shared::cta;")
-
-
 def shared_address(pointer):
     """The 32-bit shared-window address of a shared-memory pointer."""
     return pointer.toint()

@@ -138,7 +138,7 @@ class SwapFeed:
                 for i in cutlass.range(n, unroll=1):
                     cute.arch.mbarrier_wait(cx.t_empty + stage, phase)
                     if cutlass.const_expr(cfg.block_scales):
-                        memory.shared_proxy_fence()  # threads have read the scales that TMA replaces
+                        cute.arch.fence_proxy("async.shared", space="cta")  # threads have read the scales that TMA replaces
                     bar = cx.t_full + stage
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(bar, size)

@@ -49,7 +49,7 @@ class SwapMath:
 
     def promote(self, acc, temp, scale, xs):
         """acc += temp * weight scale * token scale; without block scales a plain sum, which keeps the long sum out of the tensor core."""
-        if self.cfg.element == 2:
+        if not self.cfg.promotes:
             return
         for v in range(cute.size(acc)):
             if self.cfg.block_scales:
@@ -120,7 +120,7 @@ class SwapMath:
         shape = cx.mma[n][4]
         accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
         pair = n <= 64  # both halves in flight together where two temporaries fit
-        if cutlass.const_expr(cfg.element == 2):
+        if cutlass.const_expr(not cfg.promotes):
             temps = accs
         else:
             temps = [cute.make_rmem_tensor(shape, Float32) for _ in range(2 if pair else 1)]
